@@ -1,7 +1,9 @@
 """Rows that race under filters, and those where the kernels' winner is not that of torch."""
 
 import importlib
-from typing import NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -202,3 +204,18 @@ def won_by_others(
     won, best = winners.amax(-1).cpu(), wanted[:, 0]
     differ |= torch.where((best >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != best)
     return differ.nonzero().flatten().tolist()
+
+
+@contextmanager
+def kept_searches(**constants: float) -> Iterator[list[Any]]:
+    """The ``launches.Search`` of each search within, which is launched with these constants of ``launches``."""
+    operators = importlib.import_module("compiled_sampler.exact.triton.operators")
+    launches = importlib.import_module("compiled_sampler.exact.triton.operators")
+    searches, empty = list[Any](), launches.empty_search
+
+    def kept(*given: Any) -> Any:
+        searches.append(empty(*given))
+        return searches[-1]
+
+    with mock.patch.object(operators, "empty_search", kept), mock.patch.dict(vars(launches), constants):
+        yield searches

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler import RowStatus, Sampler, SamplingParams, VerifyOutputs
 
 V, N, K = 11, 60, 4
 RULES = ("match", "rejection", "block")
@@ -92,7 +92,3 @@ def test_verifications_without_drafts_have_lists_of_one_token():
     out = VerifyOutputs(torch.tensor([[5], [-1]]), *torch.tensor([[1, 0, 0], [-1, -1, -1]]).T, torch.tensor([0, -1]))
     assert out.tolist() == [[5], []]
     assert out.accepted.shape == (2, 0)
-
-
-def test_samples_are_listed_row_by_row_with_padding():
-    assert SampleOutputs(torch.tensor([4, -1, 0]), torch.tensor([0, -1, 0])).tolist() == [4, -1, 0]

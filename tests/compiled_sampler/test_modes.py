@@ -1,42 +1,12 @@
 """Modes: which requests a mode covers, and that the table reaches from the cheapest to one that covers all."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from compiled_sampler.modes import CAPACITIES, Mode, includes, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from tests.builders.inputs import BASES, covering_modes, modes_by_name
 
 V = 1000
-
-params = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0.0, 0.7, 1.0]),
-    top_k=st.sampled_from([0, 1, 2, 64, 65, V - 1, V, V + 1]),
-    top_p=st.sampled_from([0.1, 0.9, 1.0]),
-    min_p=st.sampled_from([0.0, 0.1]),
-    seed=st.just(1),
-)
-
-
-@given(params, st.sampled_from([1, 2, 64, 65, V]), st.sampled_from(BASES))
-def test_full_covers_every_request(request_params, vocab_size, base):
-    assert uncovered(mode_table(vocab_size, base)[-1], request_params) is None
-
-
-@given(params, st.sampled_from([1, 2, 3, 64, 65, 66, V]), st.sampled_from(BASES))
-def test_a_mode_covers_what_the_modes_that_it_includes_cover(request_params, vocab_size, base):
-    for mode in mode_table(vocab_size, base):
-        for other in mode_table(vocab_size, base):
-            if includes(mode, other) and uncovered(other, request_params) is None:
-                assert uncovered(mode, request_params) is None
-
-
-def test_only_the_name_and_the_vocabulary_of_a_mode_are_positional():
-    assert Mode("test", V, draws=False) == Mode(name="test", vocab_size=V, draws=False)
-    with pytest.raises(TypeError, match="positional"):
-        Mode("test", V, False)
 
 
 NARROW = f"top_k_top_p[{CAPACITIES[0]}]"
@@ -119,11 +89,6 @@ def test_top_k_of_any_size_goes_with_rows_that_it_leaves_whole():
     assert covering_modes([SamplingParams(top_k=500), SamplingParams(top_k=5, top_p=0.9)], V)[0].name == "full"
 
 
-def test_a_small_vocabulary_fits_the_candidates():
-    names = [mode.name for mode in covering_modes([SamplingParams(top_p=0.9)], CAPACITIES[0])]
-    assert names == [f"top_k_top_p[{CAPACITIES[0]}]", "full"]
-
-
 @pytest.mark.parametrize(
     ("mode", "request_params", "words"),
     [
@@ -137,10 +102,3 @@ def test_a_small_vocabulary_fits_the_candidates():
 )
 def test_the_reason_names_the_parameter(mode, request_params, words):
     assert words in (uncovered(modes_by_name(V)[mode], request_params) or "")
-
-
-@pytest.mark.parametrize("base", BASES)
-def test_names_are_unique_and_modes_hashable(base):
-    table = mode_table(V, base)
-    assert len({mode.name for mode in table}) == len(set(table)) == len(table)
-    assert all(mode.base_is_row == (base == "all") for mode in table if mode.capacity)

@@ -1,4 +1,4 @@
-"""Parameters are checked when they are made, and say the rule, the value and the way out."""
+"""Parameters and questions are checked when they are made: the rule, the value, the way out, what was meant."""
 
 import dataclasses
 import math
@@ -8,58 +8,52 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_sampler.params import MIN_TEMPERATURE, SamplingParams
+from compiled_sampler import Logprobs, Sampler, SamplingParams, Verification
+from compiled_sampler.functional.arguments import run_of
+from compiled_sampler.logprobs import LAWS, check_token_ids
+from compiled_sampler.params import MIN_TEMPERATURE
+from compiled_sampler.scalars import check_choice
+
+LEAST, NAN, INF = math.nextafter(0.0, 1.0), math.nan, math.inf
+OUT_OF_RANGE = {
+    ("temperature", "0 is greedy"): (-0.1, MIN_TEMPERATURE / 2, LEAST, INF, NAN, -1),
+    ("top_k", "did you mean 0? 0 keeps every token"): (-1,),
+    ("top_k", "pass 0 to switch it off, 0 keeps every token"): (-2,),
+    ("top_p", "1.0 keeps every token"): (0.0, 1.0000001, NAN),
+    ("min_p", "0.0 keeps every token"): (-1e-9, 1.5, NAN),
+    ("seed", "modulo"): (2**64, -(2**63) - 1),
+}
+WRONG_TYPES = {
+    "temperature": ("1", None, True, torch.tensor(0.7)),
+    "top_k": (5.0, None, True, np.True_, np.float64(5.0)),
+    "top_p": (None, np.True_),
+    "min_p": ([0.1],),
+    "seed": (1.0, False, "7", torch.tensor(7)),
+}
+ENDS = {
+    "temperature": (0, MIN_TEMPERATURE, 1e30),
+    "top_k": (2**40,),
+    "top_p": (1e-300, 1),
+    "min_p": (0, 1.0),
+    "seed": (-(2**63), 2**64 - 1, None),
+}
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "way_out"),
-    [
-        ("temperature", -0.1, "0 is greedy"),
-        ("temperature", MIN_TEMPERATURE / 2, "0 is greedy"),
-        ("temperature", math.nextafter(0.0, 1.0), "0 is greedy"),
-        ("temperature", math.inf, "0 is greedy"),
-        ("temperature", math.nan, "0 is greedy"),
-        ("temperature", -1, "0 is greedy"),
-        ("top_k", -1, "did you mean 0? 0 keeps every token"),
-        ("top_k", -2, "pass 0 to switch it off, 0 keeps every token"),
-        ("top_p", 0.0, "1.0 keeps every token"),
-        ("top_p", 1.0000001, "1.0 keeps every token"),
-        ("top_p", math.nan, "1.0 keeps every token"),
-        ("min_p", -1e-9, "0.0 keeps every token"),
-        ("min_p", 1.5, "0.0 keeps every token"),
-        ("min_p", math.nan, "0.0 keeps every token"),
-        ("seed", 2**64, "modulo"),
-        ("seed", -(2**63) - 1, "modulo"),
-    ],
-)
-def test_values_out_of_range_name_the_value_and_the_way_out(field, value, way_out):
+def each_of(table):
+    """The values of a table one by one, each behind its key."""
+    return [(key, value) for key, values in table.items() for value in values]
+
+
+@pytest.mark.parametrize(("where", "value"), each_of(OUT_OF_RANGE))
+def test_values_out_of_range_name_the_value_and_the_way_out(where, value):
+    field, way_out = where
     with pytest.raises(ValueError, match=field) as error:
         SamplingParams(**{field: value})
     assert str(value) in str(error.value)
     assert way_out in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", "1"),
-        ("temperature", None),
-        ("temperature", True),
-        ("top_p", None),
-        ("min_p", [0.1]),
-        ("top_k", 5.0),
-        ("top_k", None),
-        ("top_k", True),
-        ("seed", 1.0),
-        ("seed", False),
-        ("seed", "7"),
-        ("top_k", np.True_),
-        ("top_k", np.float64(5.0)),
-        ("top_p", np.True_),
-        ("seed", torch.tensor(7)),
-        ("temperature", torch.tensor(0.7)),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), each_of(WRONG_TYPES))
 def test_values_of_the_wrong_type_are_refused(field, value):
     with pytest.raises(TypeError, match=field):
         SamplingParams(**{field: value})
@@ -94,29 +88,9 @@ def test_an_integer_that_no_float_holds_is_refused():
         SamplingParams(temperature=10**5000)
 
 
-def test_unknown_parameters_are_refused():
-    with pytest.raises(TypeError, match="top_q"):
-        SamplingParams(top_q=1.0)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 0},
-        {"temperature": MIN_TEMPERATURE},
-        {"temperature": 1e30},
-        {"top_k": 2**40},
-        {"top_p": 1e-300},
-        {"top_p": 1},
-        {"min_p": 0},
-        {"min_p": 1.0},
-        {"seed": -(2**63)},
-        {"seed": 2**64 - 1},
-        {"seed": None},
-    ],
-)
-def test_the_ends_of_every_range_are_allowed(params):
-    assert all(getattr(SamplingParams(**params), name) == value for name, value in params.items())
+@pytest.mark.parametrize(("field", "value"), each_of(ENDS))
+def test_the_ends_of_every_range_are_allowed(field, value):
+    assert getattr(SamplingParams(**{field: value}), field) == value
 
 
 def test_greedy_is_temperature_0_or_top_k_1():
@@ -125,66 +99,47 @@ def test_greedy_is_temperature_0_or_top_k_1():
     assert not SamplingParams(top_k=2).is_greedy
 
 
-def test_params_are_frozen():
+def test_params_and_questions_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().top_k = 5  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Logprobs().top = 3
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"repetition_penalty": 0.0},
-        {"repetition_penalty": float("nan")},
-        {"repetition_penalty": "1.5"},
-        {"repetition_penalty": True},
-        {"repetition_scope": "prompt"},
-        {"frequency_penalty": 2.1},
-        {"presence_penalty": float("nan")},
-        {"dry_multiplier": -0.5},
-        {"dry_base": 0.5},
-        {"dry_base": float("inf")},
-        {"dry_allowed_length": 0},
-        {"dry_allowed_length": 51},
-        {"dry_allowed_length": 2.0},
-        {"dry_range": -1},
-        {"dry_range": 2**31},
-        {"dry_sequence_breakers": "\n"},
-        {"dry_sequence_breakers": ["\n"]},
-        {"logit_bias": {1: float("nan")}},
-        {"logit_bias": {1: -1e39}},
-        {"logit_bias": [1, 2]},
-        {"logit_bias": {-1: 1.0}},
-        {"allowed_token_ids": ()},
-        {"allowed_token_ids": "12"},
-        {"bad_words_token_ids": [[]]},
-        {"bad_words_token_ids": [1]},
-        {"bad_words_token_ids": [{1, 2}]},
-        {"bad_words_scope": "none"},
-        {"min_tokens": -1, "stop_token_ids": [1]},
-        {"min_tokens": 1},
-        {"stop_token_ids": [True]},
-        {"eos_token_id": -1},
-        {"ignore_eos": 1},
-        {"watermark_tokens": 9},
-        {"top_n_sigma": -1.0},
-        {"top_n_sigma": float("inf")},
-        {"top_n_sigma": "1"},
-        {"min_k": 1},
-        {"min_k_tau": -1.0},
-        {"min_k_tau": float("inf")},
-        {"min_k_tau": True},
-        {"p_less": 1},
-        {"typical_p": 0.0},
-        {"typical_p": 1.5},
-        {"xtc_probability": 1.5},
-        {"xtc_probability": True},
-        {"xtc_threshold": -0.1},
-        {"xtc_threshold": float("nan")},
-    ],
-)
-def test_each_wrong_edit_alone_is_refused_by_name(wrong):
-    with pytest.raises((TypeError, ValueError), match=next(iter(wrong))):
-        SamplingParams(**wrong)
+WRONG_EDITS = {
+    "repetition_penalty": (0.0, NAN, "1.5", True),
+    "repetition_scope": ("prompt",),
+    "frequency_penalty": (2.1,),
+    "presence_penalty": (NAN,),
+    "dry_multiplier": (-0.5,),
+    "dry_base": (0.5, INF),
+    "dry_allowed_length": (0, 51, 2.0),
+    "dry_range": (-1, 2**31),
+    "dry_sequence_breakers": ("\n", ["\n"]),
+    "logit_bias": ({1: NAN}, {1: -1e39}, [1, 2], {-1: 1.0}),
+    "allowed_token_ids": ((), "12"),
+    "bad_words_token_ids": ([[]], [1], [{1, 2}]),
+    "bad_words_scope": ("none",),
+    "min_tokens": (1,),
+    "stop_token_ids": ([True],),
+    "eos_token_id": (-1,),
+    "ignore_eos": (1,),
+    "watermark_tokens": (9,),
+    "top_n_sigma": (-1.0, INF, "1"),
+    "min_k": (1,),
+    "min_k_tau": (-1.0, INF, True),
+    "p_less": (1,),
+    "typical_p": (0.0, 1.5),
+    "xtc_probability": (1.5, True),
+    "xtc_threshold": (-0.1, NAN),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [*each_of(WRONG_EDITS), ("min_tokens", -1)])
+def test_each_wrong_edit_alone_is_refused_by_name(name, value):
+    stops = {"stop_token_ids": [1]} if (name, value) == ("min_tokens", -1) else {}  # which are needed
+    with pytest.raises((TypeError, ValueError), match=name):
+        SamplingParams(**{name: value}, **stops)
 
 
 @pytest.mark.parametrize(
@@ -213,3 +168,89 @@ def test_a_request_for_a_vocabulary_keeps_what_a_user_asked_and_drops_what_nothi
     assert SamplingParams(stop_token_ids=[100], min_tokens=3, **law).for_vocab(100) == SamplingParams(**law)
     mistaken = SamplingParams(logit_bias={100: 1.0}, allowed_token_ids=[100], bad_words_token_ids=[[100]])
     assert mistaken.for_vocab(100) == mistaken
+
+
+NO_QUESTIONS = {
+    ("top", ValueError): (-1, 2**22, 2**70),
+    ("top", TypeError): (1.0, True),
+    ("of", ValueError): ("logits", None),
+    ("rank", TypeError): (1,),
+    ("entropy", TypeError): (None,),
+    ("num_kept", TypeError): ("yes",),
+    ("boundary", TypeError): (0,),
+    ("token_ids", ValueError): ((), (3, -1)),
+    ("token_ids", TypeError): ((3, 0.5), "12", 12, {3, 4}, {3: 1.0}),
+}
+
+
+@pytest.mark.parametrize(("where", "value"), each_of(NO_QUESTIONS))
+def test_what_cannot_be_asked_for_is_refused_by_name(where, value):
+    field, error = where
+    with pytest.raises(error, match=f"^{field} "):
+        Logprobs(**{field: value})
+
+
+def test_equal_questions_are_one_key():
+    asked = Logprobs(top=np.int64(3), token_ids=[1, np.int32(2)])
+    assert asked == Logprobs(top=3, token_ids=(1, 2))
+    assert hash(asked) == hash(Logprobs(top=3, token_ids=(1, 2)))
+    assert (type(asked.top), [type(each) for each in asked.token_ids]) == (int, [int, int])
+    others = {Logprobs(), asked, *(Logprobs(of=of, rank=True) for of in LAWS)}
+    assert len(others) == 2 + len(LAWS)
+
+
+def test_only_what_filters_decide_reads_them():
+    assert not Logprobs(top=3, rank=True, entropy=True, token_ids=(1,)).reads_filters
+    assert not Logprobs(of="processed").reads_filters
+    assert all(each.reads_filters for each in (Logprobs(of="filtered"), Logprobs(num_kept=True)))
+    assert Logprobs(boundary=True).reads_filters
+
+
+def test_ids_beyond_the_vocabulary_are_refused():
+    check_token_ids(Logprobs(token_ids=(0, 9)), 10)
+    check_token_ids(Logprobs(), 10)
+    with pytest.raises(ValueError, match=r"token_ids must be in \[0, 10\), got 10"):
+        check_token_ids(Logprobs(token_ids=(0, 10)), 10)
+
+
+CHOICES = ("match", "rejection", "block")
+
+
+@pytest.mark.parametrize(
+    ("value", "way_out"),
+    [
+        ("rejection_sampling", "did you mean 'rejection'?"),
+        ("Block", "did you mean 'block'?"),
+        ("fast", "the way out"),
+        ("", "the way out"),
+        (3, "the way out"),
+        (["match"], "the way out"),
+    ],
+)
+def test_a_name_that_is_none_of_the_choices_gets_the_nearest_one(value, way_out):
+    with pytest.raises(ValueError, match="rule must be one of") as error:
+        check_choice("rule", value, CHOICES, "the way out")
+    assert str(error.value) == f"rule must be one of {CHOICES}, got {value!r}; {way_out}"
+
+
+def test_each_choice_is_one():
+    for name in CHOICES:
+        check_choice("rule", name, CHOICES, "the way out")
+
+
+@pytest.mark.parametrize(
+    ("call", "meant"),
+    [
+        (lambda: Verification("rejection_sampling", 2), "rejection"),
+        (lambda: Verification("rejection", 2, "probability"), "probabilities"),
+        (lambda: Sampler(8, 1, "cpu", backend="graphs"), "graph"),
+        (lambda: Sampler(8, 1, "cpu", top_p_base="topk"), "top_k"),
+        (lambda: Sampler(8, 1, "cpu", backend="eager").plan([], mode="no_filters"), "no_filter"),
+        (lambda: run_of("compile"), "compiled"),
+        (lambda: Logprobs(of="process"), "processed"),
+        (lambda: SamplingParams(repetition_scope="outputs"), "output"),
+    ],
+)
+def test_what_was_probably_meant_is_named_everywhere(call, meant):
+    with pytest.raises(ValueError, match=f"did you mean '{meant}'\\?"):
+        call()

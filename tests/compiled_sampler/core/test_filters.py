@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.core.filters import keep_min_p, keep_top_k, keep_top_p, mass_cut
+from compiled_sampler.core.filters import (
+    base_2_logits,
+    keep_first,
+    keep_nucleus,
+    keep_top_p,
+    mass_cut,
+    renormalised,
+    seeds_of_rows,
+)
+from compiled_sampler.core.noise import philox_4x32_10
 from compiled_sampler.params import SamplingParams
 from tests.builders.inputs import BASES, VOCAB_SIZES, covering_modes, full_mode, kept_ids, sample_inputs
 from tests.oracles import oracle
@@ -52,18 +61,6 @@ def test_kept_sets_are_the_oracles(vocab_size, base, generator):
         assert ids == sorted(oracle.reference_keep(row, **filters, top_p_base=base)), filters
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("vocab_size", [2, 64, 129, 600])
-@pytest.mark.parametrize("filters", FILTERS[1:])
-def test_every_covering_mode_keeps_the_same_tokens(filters, vocab_size, base, generator):
-    logits = torch.randn(3, vocab_size, generator=generator).to(torch.bfloat16)
-    params = [SamplingParams(seed=1, **filters)] * 3
-    sets = [
-        kept_ids(mode, sample_inputs(logits, params)) for mode in covering_modes(params, vocab_size, base) if mode.draws
-    ]
-    assert all(one == sets[-1] for one in sets)
-
-
 @given(
     st.lists(st.integers(-12, 0), min_size=1, max_size=100),
     st.integers(0, 101),
@@ -82,11 +79,6 @@ def test_a_mass_before_that_equals_the_cut_ends_the_nucleus():
     assert kept([-1.0, -2.0, -3.0, -3.0], temperature=BASE_2, top_p=0.5) == [0]
     assert kept([-1.0, -2.0, -3.0, -3.0], temperature=BASE_2, top_p=math.nextafter(0.5, 1.0)) == [0, 1]
     assert kept([-1.0, -2.0, -3.0, -3.0], temperature=BASE_2, top_p=0.75) == [0, 1]
-
-
-def test_half_of_a_half_a_third_and_a_fifth_is_one_token():
-    mass = torch.tensor([[5, 3, 2]]) * 2**36
-    assert keep_top_p(mass, torch.tensor([0.5], dtype=torch.float64), mass.sum(-1)).tolist() == [[True, False, False]]
 
 
 @pytest.mark.parametrize(("base", "wanted"), [("all", 4), ("top_k", 3)])
@@ -166,8 +158,45 @@ def test_the_cut_is_the_smallest_integer_that_reaches_the_share():
     assert mass_cut(shares, torch.tensor([10, 11, 10, 10])).tolist() == [5, 6, 1, 2**63 - 1]
 
 
-def test_keep_top_k_counts_and_keep_min_p_compares():
-    assert keep_top_k(torch.zeros(2, 4), torch.tensor([1, 3])).sum(-1).tolist() == [1, 3]
-    t = torch.tensor([[0.0, -1.0, -math.inf]])
-    assert keep_min_p(t, torch.tensor([-1.0])).tolist() == [[True, True, False]]
-    assert keep_min_p(t, torch.tensor([-math.inf])).all()
+def test_logarithms_are_rounded_once_and_keep_the_order(generator):
+    p = torch.rand(1, 100_000, generator=generator).pow(4).sort(-1).values
+    logits = base_2_logits(p)
+    assert (logits.diff() >= 0).all()
+    wanted = [math.log2(x) if x else -math.inf for x in p[0].tolist()]
+    assert torch.equal(logits[0], torch.tensor(wanted, dtype=torch.float64).to(torch.float32))
+
+
+def test_numbers_that_are_no_probabilities():
+    p = torch.tensor([[0.0, -0.0, -1.0, -math.inf, math.inf, 1.0, 2.0**-149, 8.0, math.nan, -math.nan]])
+    assert base_2_logits(p)[0, :8].tolist() == [-math.inf] * 4 + [math.inf, 0.0, -149.0, 3.0]
+    assert base_2_logits(p)[0, 8:].isnan().all()
+
+
+def test_renormalised_rows_sum_to_one_and_keep_the_ratios_of_small_ones(generator):
+    p = torch.softmax(4 * torch.randn(9, 5000, generator=generator), -1)
+    keep = keep_first(p, torch.arange(1, 10) * 500)
+    made = renormalised(p, keep)
+    assert torch.allclose(made.double().sum(-1), torch.ones(9, dtype=torch.float64), atol=1e-6)
+    wanted = torch.where(keep, p.double(), 0.0)
+    assert torch.allclose(made.double(), wanted / wanted.sum(-1, keepdim=True), rtol=1e-6, atol=0.0)
+
+
+def test_a_nucleus_is_the_shortest_prefix(generator):
+    p, share = torch.softmax(3 * torch.randn(50, 300, generator=generator), -1), torch.rand(50, generator=generator)
+    keep = keep_nucleus(p, share.double())
+    inside = torch.where(keep, p.double(), 0.0)
+    least = torch.where(keep, p.double(), 2.0).amin(-1)
+    assert (inside.sum(-1) >= share * p.double().sum(-1) - 1e-9).all()
+    assert (inside.sum(-1) - least <= share * p.double().sum(-1) + 1e-9).all()
+    assert (torch.where(keep, 0.0, p).amax(-1) <= least).all()
+
+
+def test_seeds_of_rows_are_words_of_philox_and_differ():
+    rows, seed = torch.tensor([0, 1, 2, 2**40]), torch.tensor([-5])
+    key = tuple(word.expand(4) for word in (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    counter = (rows & 0xFFFFFFFF, rows >> 32, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0x73656564))
+    low, high, *_ = philox_4x32_10(counter, key)
+    words = [(h * 2**32 + x + 2**63) % 2**64 - 2**63 for h, x in zip(high.tolist(), low.tolist(), strict=True)]
+    assert seeds_of_rows(seed, rows).tolist() == words
+    many = torch.cat([seeds_of_rows(torch.tensor([s]), torch.arange(2000)) for s in range(50)])
+    assert len(set(many.tolist())) == 100_000

@@ -1,17 +1,13 @@
 """Integer masses: exact where 2**t is, within the stated bounds elsewhere, and summable in any order."""
 
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_units, scaled_logits
 from compiled_sampler.modes import MAX_VOCAB_SIZE
-from tests.oracles import oracle
 
 V = 151_936
 UNIT = 2.0**MASS_BITS
@@ -19,7 +15,6 @@ MAX_TOTAL_VARIATION = 2e-6
 
 
 def row_of(shape: str, generator: torch.Generator) -> torch.Tensor:
-    """A row of logits ``[V]`` of the named shape."""
     ranks = torch.arange(1, V + 1, dtype=torch.float64)
     rows = {
         "peaked": -1.2 * ranks.log() * 2.0,
@@ -34,7 +29,6 @@ def row_of(shape: str, generator: torch.Generator) -> torch.Tensor:
 
 
 def masses(row: torch.Tensor, temperature: float) -> torch.Tensor:
-    """The production masses of a row."""
     scale = torch.tensor([math.log2(math.e) / temperature], dtype=torch.float32)
     return exp2_mass(scaled_logits(row, row.max(), scale))
 
@@ -88,19 +82,6 @@ def test_masses_never_rise_by_more_than_their_error_as_logits_fall():
 
 def test_the_largest_row_fits_into_an_int64():
     assert MAX_VOCAB_SIZE * 2**MASS_BITS < 2**63
-
-
-@given(st.lists(st.floats(-70.0, 0.0, width=32), min_size=1, max_size=50), st.randoms(use_true_random=False))
-def test_sums_do_not_depend_on_the_order(t, random):
-    shuffled = random.sample(t, len(t))
-    assert exp2_mass(torch.tensor(t)).sum() == exp2_mass(torch.tensor(shuffled)).sum()
-
-
-@given(st.lists(st.floats(-30.0, 30.0, width=32), min_size=1, max_size=60))
-def test_exact_law_is_close_to_the_oracles(row):
-    ours = oracle.exact_law(masses(torch.tensor(row), 1.0).tolist(), range(len(row)))
-    wanted = oracle.exact_law(oracle.masses(row, 1.0), range(len(row)))
-    assert sum(abs(a - b) for a, b in zip(ours, wanted, strict=True)) / 2 <= Fraction(MAX_TOTAL_VARIATION)
 
 
 def test_scaled_logits_are_single_rounded_operations():

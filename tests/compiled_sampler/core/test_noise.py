@@ -42,8 +42,6 @@ PHILOX_VECTORS = [
     ),
 ]
 
-words = st.integers(0, WORD - 1)
-
 
 def bits_of(seeds: list[int] | int, positions: torch.Tensor | list[int], ids: list[int] | int, stream: int = TARGET):
     """Production bits as unsigned int64, broadcast over rows."""
@@ -58,12 +56,6 @@ def test_philox_gives_the_published_vectors(counter, key, wanted):
     assert oracle.philox_4x32_10(counter, key) == wanted
     tensors = [tuple(torch.tensor([word]) for word in group) for group in (counter, key)]
     assert tuple(int(word) for word in philox_4x32_10(*tensors)) == wanted
-
-
-@given(st.tuples(words, words, words, words), st.tuples(words, words))
-def test_philox_equals_the_oracle(counter, key):
-    tensors = [tuple(torch.tensor([word]) for word in group) for group in (counter, key)]
-    assert tuple(int(word) for word in philox_4x32_10(*tensors)) == oracle.philox_4x32_10(counter, key)
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**22 - 1), st.sampled_from(STREAMS))
@@ -110,16 +102,6 @@ def test_streams_may_differ_by_row():
     for row, stream in enumerate((TARGET, RESIDUAL)):
         alone = noise.noise_keys(seeds[:1], positions[:1], stream)
         assert [int(key[row]) for key in both] == [int(key) for key in alone]
-
-
-def test_seeds_count_modulo_2_to_the_64():
-    assert bits_of([-1, -(2**63)], [5, 5], 9).tolist() == bits_of([2**64 - 1, 2**63], [5, 5], 9).tolist()
-
-
-def test_every_part_of_the_counter_changes_the_bits():
-    base = oracle.token_bits(7, 3, 11, TARGET)
-    others = [(7 + 2**32, 3, 11, TARGET), (7, 3 + 2**32, 11, TARGET), (7, 3, 12, TARGET), (7, 3, 11, DRAFT)]
-    assert base not in [bits_of(s, [p], i, stream).item() for s, p, i, stream in others]
 
 
 def edge_bits() -> torch.Tensor:
@@ -226,7 +208,6 @@ def keys_of_positions(seed: int, stream: int = TARGET, count: int = N) -> NoiseK
 
 
 def high_bits(keys: NoiseKeys, token_id: int, count: int) -> torch.Tensor:
-    """The ``count`` highest bits of a token at every position."""
     bits = token_bits(keys, torch.tensor(token_id, dtype=torch.int32)) >> (32 - count)
     return bits & (2**count - 1)
 

@@ -29,12 +29,6 @@ def test_defaults_are_stored_as_they_are_and_need_no_edit():
         assert parameter.check(name, default) == default == getattr(params, name)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in EDIT_SPECS if spec.table is not None], ids=lambda spec: spec.name)
-def test_a_table_is_made_of_the_columns_of_its_edit(spec):
-    assert tuple(spec.columns) == spec.table._fields
-    assert hasattr(spec.table, "write") or spec.kind != "list"
-
-
 @pytest.mark.parametrize("sizes", [EditSizes(), EditSizes(biases=1, stops=3, bad_words=5, bad_word_len=7, breakers=17)])
 def test_no_word_of_a_row_belongs_to_two_columns(sizes):
     layout, owners = RowLayout(sizes, V), Counter[int]()

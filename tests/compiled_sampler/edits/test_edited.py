@@ -1,29 +1,41 @@
-"""Masks, biases and penalties in a copy: tokens in several lists, of any vocabulary, at any position."""
+"""Edited copies: tokens in several lists, picked rows, and records of tokens, eager, compiled and as Triton's code."""
 
+import itertools
 import random
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from compiled_sampler import Sampler
+from compiled_sampler import EditRows, LogitEdit, Sampler
+from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
 from compiled_sampler.edit_tables import EditInputs, EditTables
+from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.bias import BiasLists, write_biases
 from compiled_sampler.edits.changes import edited_tokens, entry_ids, take_back
+from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.history import History
+from compiled_sampler.edits.masks import copied, masked
+from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.penalties import Penalties, write_penalties
 from compiled_sampler.edits.recording import entries_of
+from compiled_sampler.edits.stops import are_ends
+from compiled_sampler.edits.written import record_drafts, record_draws, record_ends
 from compiled_sampler.lowering.comparison import outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.stages.stage_call import unshared
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.schedule import schedule_for
+from tests.builders.custom_edits import given_to_all
 from tests.builders.edits import Request, edited_rows, random_mask, random_request
 from tests.builders.filters import same_bits
+from tests.for_a_gpu import for_a_gpu
 from tests.tiers import tiers
 from tools.kernels.launches import FALLBACK, generated, listed
 
@@ -32,8 +44,10 @@ WRITING = (write_biases, write_penalties)
 KINDS = ["allowed_token_ids", "logit_bias", "min_tokens", "penalties", "bad_words"]
 
 
-@pytest.mark.parametrize("vocab_size", tiers([129], [1, 2, 127, 129]))
-@pytest.mark.parametrize("dtype", tiers([torch.float32], [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    tiers([(129, torch.float32)], [(1, torch.float32), (2, torch.bfloat16), (127, torch.bfloat16)]),
+)
 def test_tokens_in_several_lists_get_what_the_slow_truth_gives_them(vocab_size, dtype):
     """Of a few ids, so that most stand in all lists; also of empty histories, longer ones than L, and padding."""
     source, several = random.Random(vocab_size), 0
@@ -63,7 +77,7 @@ def twice(request: Request) -> set[int]:
     return {*request.given.get("logit_bias", ())} & {*request.prompt, *request.output}
 
 
-@pytest.mark.parametrize("vocab_size", tiers([129], [1, 2, 127, 129]))
+@pytest.mark.parametrize("vocab_size", [2, 129])
 def test_consumed_logits_become_what_a_copy_would(vocab_size):
     source = random.Random(vocab_size)
     sampler = Sampler(vocab_size, ROWS, backend="eager", history_len=L)
@@ -197,3 +211,82 @@ def test_memory_that_is_given_twice_becomes_two_that_lie_alike():
     unread = unshared(given, are_read=False)[1]
     assert (unread.shape, unread.stride(), unread.storage_offset()) == (x.shape, x.stride(), x.storage_offset())
     assert not unread.untyped_storage().nbytes()
+
+
+V, R, SLOTS = 129, 12, 3
+ROW_IDS = torch.tensor([7, 8, 9, 10, 11, 11, 11])
+
+
+@dataclass(frozen=True)
+class Halved(LogitEdit):
+    """An edit that depends on the row."""
+
+    def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+        """Half the logits at odd positions."""
+        return torch.where((rows.positions & 1) == 1, 0.5 * x, x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "run"),
+    [(torch.float32, call), (torch.bfloat16, call), (torch.bfloat16, CompiledStages())],
+    ids=["float32", "bfloat16", "compiled"],
+)
+def test_picked_rows_are_edited_as_a_copy_of_them(dtype, run):
+    source = torch.Generator().manual_seed(3)
+    values = torch.randn(R, V + 4, generator=source).to(dtype)
+    words = torch.randint(-(2**31), 2**31, (len(ROW_IDS) + SLOTS, -(-V // 32)), generator=source, dtype=torch.int32)
+    slots, positions = torch.tensor([0, 1, 2, 0, 1, -1, -1]), torch.arange(len(ROW_IDS))
+    masks = words[SLOTS:], slots, AllowedIds(words[:SLOTS])
+    edits = given_to_all([Halved()], SLOTS, V)
+    of_edits = words[SLOTS:], slots, positions, None, edits.tables.custom, (), None
+    picked, copy = PickedRows(values, ROW_IDS), values[ROW_IDS]
+    for stage, read, static in ((copied, (), {}), (masked, masks, {}), (customized, of_edits, {"edits": edits.custom})):
+        made = run(stage, picked, *read, vocab_size=V, **static)
+        assert torch.equal(made, stage(copy, *read, vocab_size=V, **static))
+        assert made.dtype is torch.float32
+        assert made.untyped_storage().data_ptr() != values.untyped_storage().data_ptr()
+
+
+RECORDED, WIDTH, LONG = 8, 3, 1000
+
+
+@pytest.mark.parametrize("length", tiers([40, 5000], [40, 3000, 5000]))
+@pytest.mark.parametrize(("stage", "most"), [(record_draws, 1), (record_drafts, 2), (record_ends, 3)])
+def test_a_record_takes_few_kernels(stage, most, length):
+    """Whether the history is held in registers whole or looped over, which short and long ones differ in."""
+    pytest.importorskip("triton")
+    sampler = Sampler(LONG, RECORDED, backend="eager", history_len=length)
+    edits = sampler._edits
+    numbers = torch.zeros(RECORDED, dtype=torch.int64)
+    one, several, status = numbers + 1, torch.zeros(RECORDED, WIDTH, dtype=torch.int64), numbers.to(torch.int32)
+    given = {
+        record_draws: (one, status, edits.stops),
+        record_drafts: (several, numbers + WIDTH, sampler._requests.staged.table),
+        record_ends: (several, numbers + WIDTH - 1, status),
+    }[stage]
+    static = {record_drafts: {"vocab_size": LONG}, record_draws: {"num_places": length}}.get(stage, {})
+    with for_a_gpu():
+        code = generated(
+            lambda run: run(stage, *edits.history.memory, torch.arange(RECORDED), numbers, *given, **static), "triton"
+        )
+    found = listed(code)
+    assert [each.name for each in found if each.kind == FALLBACK] == []
+    assert sum(each.launches for each in found) <= most
+
+
+@pytest.mark.parametrize("width", [1, 5, 32])
+def test_an_end_is_one_in_however_many_places_it_is_looked_for(width):
+    source = torch.Generator().manual_seed(width)
+    ids = torch.stack([torch.randperm(40, generator=source)[:width] for _ in range(RECORDED)]).to(torch.int32)
+    counts = (torch.arange(RECORDED) % (width + 1)).to(torch.int32)
+    lists = StopLists(counts, counts, counts, ids)
+    slots = torch.tensor([*range(RECORDED), -1])
+    tokens, status = torch.arange(40), torch.zeros(1, dtype=torch.int32)
+    seen = set()
+    for row, token in itertools.product(range(len(slots)), tokens):
+        wanted = row < RECORDED and int(token) in ids[row, : counts[row]].tolist()
+        for places in (0, width - 1, width, 33, 100):
+            found = are_ends(token[None], status, slots[row : row + 1], lists, num_places=places)
+            assert found.tolist() == [wanted]
+        seen.add(wanted)
+    assert seen == {False, True}

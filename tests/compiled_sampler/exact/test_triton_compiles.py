@@ -32,7 +32,6 @@ Launch = tuple[Any, dict[str, Any]]
 
 
 def driver() -> Any:
-    """What Triton asks of a driver in order to compile."""
     properties = {"max_shared_mem": 232448, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
     answers = {
         "get_current_target": GPUTarget("cuda", 90, 32),
@@ -68,7 +67,6 @@ def launched(call: Callable[[], Any]) -> list[Launch]:
 
 
 def every_launch() -> Iterator[Launch]:
-    """The launches of all operators."""
     for dtype, num_rows, base_is_row in CASES:
         logits = torch.empty(num_rows, V, dtype=dtype, device="meta")
         int64, int32, float32, float64, true = (
@@ -149,7 +147,6 @@ def main() -> None:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What ``main`` prints."""
     if not PTXAS.exists():
         pytest.skip("this Triton comes without ptxas, which assembles what it compiles")
     program = [sys.executable, "-c", f"import runpy; runpy.run_path({__file__!r}, run_name='__main__')"]

@@ -1,5 +1,7 @@
 """The Triton search finds the threshold that the sort defines: interpreted on the CPU, compiled on CUDA.
 
+Of rows whose sample says little a list holds what is searched, so that no row is read twice.
+
 This file also runs as a program, which prints the rows that differ under the interpreter.
 """
 
@@ -7,6 +9,7 @@ import importlib
 import json
 import sys
 from contextlib import ExitStack
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,10 +18,12 @@ from torch import Tensor
 
 from compiled_sampler.core import reference
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
-from compiled_sampler.core.order import key_float, order_key, row_logits
+from compiled_sampler.core.noise import noise_keys
+from compiled_sampler.core.order import MASKED_KEY, key_float, order_key, row_logits
+from tests.builders.races import kept_searches
 from tests.cases.hard_rows import KINDS
 from tests.interpreted import run_interpreted, with_less_overhead
-from tests.tiers import full_argument, tiers
+from tests.tiers import full_argument
 
 INTERPRETED = [
     (1, "float32"),
@@ -148,7 +153,6 @@ def adversarial_rows(device: str) -> list[int]:
 
 
 def main() -> None:
-    """Print, as JSON, the rows that differ in each case, and in the control."""
     is_full = "--full" in sys.argv
     differing = {
         case_id(*case, base_is_row): differing_rows(*case, base_is_row, "cpu")
@@ -160,30 +164,32 @@ def main() -> None:
     differing["control"] = differing_rows(129, "float32", False, "cpu", wrong=1)
     if is_full:
         differing["adversarial"] = adversarial_rows("cpu")
-    json.dump(differing, sys.stdout)
+    json.dump({**differing, "brackets": brackets("cpu")}, sys.stdout)
 
 
 @pytest.fixture(scope="module")
-def interpreted(request) -> dict[str, list[int]]:
-    """The rows that differ, by case, of the kernel in Triton's interpreter."""
-    found: dict[str, list[int]] = run_interpreted(__file__, *full_argument(request))
+def interpreted(request) -> dict[str, Any]:
+    """The rows that differ, by case, of the kernel in Triton's interpreter, and brackets."""
+    found: dict[str, Any] = run_interpreted(__file__, *full_argument(request))
     return found
 
 
-@pytest.mark.parametrize("base_is_row", [False, True], ids=["top_k", "all"])
-@pytest.mark.parametrize(("vocab_size", "dtype"), tiers(QUICK, INTERPRETED))
-def test_the_interpreted_search_finds_what_the_sort_defines(interpreted, vocab_size, dtype, base_is_row):
-    assert interpreted[case_id(vocab_size, dtype, base_is_row)] == []
+def wrong(interpreted: dict[str, Any]) -> dict[str, list[int]]:
+    """The rows that differ, by case, where there are any."""
+    return {case: rows for case, rows in interpreted.items() if rows and case not in ("control", "brackets")}
 
 
-@pytest.mark.parametrize("launch", tiers([QUICK_LAUNCH], LAUNCHES))
-def test_how_it_is_launched_and_what_the_sample_says_change_nothing_interpreted(interpreted, launch):
-    assert interpreted[launch] == []
+def test_the_interpreted_search_finds_what_the_sort_defines(interpreted):
+    """Also where brackets are wide and lists short."""
+    assert {case_id(*QUICK[0], True), case_id(*QUICK[1], False), QUICK_LAUNCH} <= interpreted.keys()
+    assert wrong(interpreted) == {}
 
 
 @pytest.mark.full
-def test_rows_made_to_mislead_the_search_do_not_interpreted(interpreted):
-    assert interpreted["adversarial"] == []
+def test_the_interpreted_search_finds_what_the_sort_defines_however_it_is_launched(interpreted):
+    """Rows made to mislead it among them."""
+    assert {*LAUNCHES, "adversarial"} <= interpreted.keys()
+    assert wrong(interpreted) == {}
 
 
 def test_another_top_p_finds_other_thresholds(interpreted):
@@ -214,6 +220,55 @@ def test_rows_made_to_mislead_the_search_do_not():
 @pytest.mark.gpu
 def test_another_top_p_finds_other_thresholds_on_cuda():
     assert len(differing_rows(129, "float32", False, "cuda", wrong=1)) >= 3
+
+
+LONG, SAMPLE, FEW = 2048, 64, 256
+LOWEST_KEY, HIGHEST_KEY = MASKED_KEY + 1, -(MASKED_KEY + 1)
+BRACKET_K = (1500, 1500, 1500, 1500, 3, LONG)
+VISIBLE = ((), (700,), tuple(range(100, 130)), tuple(range(LONG)), (700, 701, 702, 703), (700,))
+"""Tokens that the masks leave; of the first three rows and the last two none is in the sample."""
+SPARSE_K, SPARSE = 512, (*range(13, 512), *range(528, 541))
+"""Of a row's first tokens a sample has 16 on the average, and 3 of these: once in 30,000 samples, or less."""
+
+
+def brackets(device: str) -> list[list[int]]:
+    """The fields of each row's brackets after a race under top-k."""
+    operators = importlib.import_module("compiled_sampler.exact.triton.operators")
+    count, logits = len(BRACKET_K) + 1, torch.full((len(BRACKET_K) + 1, LONG), -torch.inf)
+    for row, ids in enumerate(VISIBLE):
+        logits[row, list(ids)] = torch.linspace(-1.0, 2.0, len(ids))
+    logits[-1] = -10.0 - torch.arange(LONG) / LONG
+    logits[-1, list(SPARSE)] += 20.0
+    rows = torch.arange(count)
+    ones, top_k = torch.ones(count), torch.tensor((*BRACKET_K, SPARSE_K))
+    parameters = rows >= 0, ones, top_k, ones.double(), torch.full((count,), -1, dtype=torch.int32), ones * -torch.inf
+    given = logits, *parameters
+    keys = [each.to(device) for each in noise_keys(rows, rows + 7, 0)]
+    with kept_searches(_SAMPLE=SAMPLE, _FEW=FEW) as searches:
+        operators.race_top_k(*(each.to(device) for each in given), keys, None, LONG)
+    found: list[list[int]] = searches[0].brackets.tolist()
+    return found
+
+
+def check(found: list[list[int]]) -> None:
+    """Rows without a token in the sample list all that can be drawn, the others what a filter may cut, at least."""
+    ends = [(first, last) for first, last, *_ in found]
+    assert ends[:3] == [(LOWEST_KEY, HIGHEST_KEY)] * 3
+    assert MASKED_KEY < ends[3][0] < ends[3][1] < HIGHEST_KEY
+    assert ends[4] == (LOWEST_KEY, HIGHEST_KEY)
+    assert ends[5] == (HIGHEST_KEY, MASKED_KEY)  # top-k keeps all: nothing is searched
+    assert [row[4] for row in found[:5]] == [1, 1, 1, 0, 1]  # what is above the bracket is listed, where it is little
+    last_kept = int(order_key(torch.tensor(10.0 - 540 / LONG)))
+    assert ends[6][0] <= last_kept <= ends[6][1]
+
+
+def test_rows_of_which_the_sample_says_little_are_listed_interpreted(interpreted):
+    check(interpreted["brackets"])
+
+
+@pytest.mark.gpu
+def test_rows_of_which_the_sample_says_little_are_listed():
+    check(brackets("cuda"))
 
 
 if __name__ == "__main__":

@@ -141,7 +141,6 @@ def of_rows(
 
 
 def as_rows(min_p: Tensor, scale: Tensor, noise_mask: Tensor, row_keys: tuple[Tensor, ...]) -> RowParams:
-    """The parameters as torch's definitions take them."""
     unread = torch.zeros_like(scale)
     return RowParams(unread, unread, noise.NoiseKeys(*row_keys), scale, noise_mask, unread, unread, min_p)
 
@@ -226,14 +225,12 @@ def differing_if_wrong(name: str, device: str) -> int:
 
 
 def main() -> None:
-    """Print, as JSON, how many results differ of each twin, and of each wrong one."""
     found = {name: (differing(name, "cpu"), differing_if_wrong(name, "cpu")) for name in TWINS}
     json.dump(found, sys.stdout)
 
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, tuple[int, int]]:
-    """What differs of each twin, and of each wrong one, in Triton's interpreter."""
     found: dict[str, tuple[int, int]] = run_interpreted(__file__)
     return found
 

@@ -12,7 +12,7 @@ from compiled_sampler.core.arithmetic import log2_of_tensor
 from compiled_sampler.functional import probs, sample, verify
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.builders.sampler import REQUESTS, V, same
-from tests.compiled_sampler.core.test_parameter_log2 import numbers
+from tests.compiled_sampler.core.test_arithmetic import shares
 from tests.compiled_sampler.functional.test_sampling import NAMES, PARAMS, columns, noise, rows
 from tests.compiled_sampler.functional.test_verification import COUNTS, PARAMS_HERE, batch
 from tests.no_waits import no_waits
@@ -88,6 +88,6 @@ def test_verifications_have_the_bits_of_the_cpu(rule):
 
 
 def test_the_logarithm_has_the_bits_of_the_cpu(generator):
-    x = numbers(generator, 500_000)
+    x = shares(generator, 500_000)
     assert torch.equal(log2_of_tensor(x.cuda()).cpu(), log2_of_tensor(x))
     assert torch.equal(CompiledStages()(log2_of_tensor, x.cuda()).cpu(), log2_of_tensor(x))

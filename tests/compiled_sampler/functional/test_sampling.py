@@ -14,6 +14,7 @@ from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.functional import probs, sample
 from compiled_sampler.functional.arguments import mode_of
+from compiled_sampler.modes import mode_table, uncovered
 from tests.builders.sampler import REQUESTS, V, same
 
 CHOICES = itertools.product((0.0, 0.3, 1.0, 1e3), (0, 1, 5, 64, 90, V, 500), (0.05, 0.9, 1.0), (0.0, 0.04, 1.0))
@@ -22,13 +23,11 @@ FLOATS, NAMES = ("temperature", "top_p", "min_p"), ("temperature", "top_k", "top
 
 
 def columns(params: Sequence[SamplingParams], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """The filters of requests as tensors, one number a row."""
     made = {name: torch.tensor([getattr(p, name) for p in params], dtype=dtype) for name in FLOATS}
     return {**made, "top_k": torch.tensor([p.top_k for p in params])}
 
 
 def noise(params: Sequence[SamplingParams]) -> dict[str, Tensor]:
-    """The seeds of requests, and positions that differ."""
     seeds = torch.tensor([(p.seed + 2**63) % 2**64 - 2**63 for p in params])
     return {"seeds": seeds, "positions": torch.arange(len(params)) * 2**33}
 
@@ -45,7 +44,6 @@ def rows(count: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def with_sampler(
     params: Sequence[SamplingParams], logits: Tensor, positions: Tensor, base: str = "top_k"
 ) -> tuple[SampleOutputs, Tensor]:
-    """Tokens and laws of an eager sampler."""
     sampler = Sampler(V, len(params), logits_dtype=logits.dtype, backend="eager", top_p_base=base)
     plan = sampler.plan([sampler.add_request(each) for each in params])
     return sampler.sample(plan, logits, positions), sampler.probs(plan, logits)
@@ -150,3 +148,27 @@ def test_no_rows_give_no_tokens():
 def test_results_have_no_history_of_gradients():
     logits = rows(3).requires_grad_()
     assert not probs(logits, temperature=torch.ones(3, requires_grad=True), backend="eager").requires_grad
+
+
+VALUES: tuple[tuple[float, ...], ...] = ((0.0, 0.8), (0, 1, 2, 64, 65, 127, 128, 200), (0.5, 1.0), (0.0, 0.1))
+NUMBERS = [*itertools.product(*((None, *values) for values in VALUES))]
+
+
+@pytest.mark.parametrize("vocab_size", [1, 2, 40, 64, 128])
+def test_the_cheapest_mode_that_covers_every_row_that_there_can_be(vocab_size):
+    table = mode_table(vocab_size, "top_k")
+    for filters in NUMBERS:
+        held = [values if given is None else (given,) for given, values in zip(filters, VALUES, strict=True)]
+        requests = [SamplingParams(heat, int(k), p, least, seed=0) for heat, k, p, least in itertools.product(*held)]
+        wanted = next(mode for mode in table if not any(uncovered(mode, params) for params in requests))
+        assert mode_of(None, filters, vocab_size, "top_k") == wanted
+
+
+def test_numbers_that_a_named_mode_does_not_cover_raise():
+    with pytest.raises(ValueError, match=r"mode 'no_filter' must cover the parameters, but min_p 0.1 is applied; None"):
+        mode_of("no_filter", (1.0, 0, 1.0, 0.1), 100, "top_k")
+
+
+def test_an_unknown_mode_raises():
+    with pytest.raises(ValueError, match=r"mode must be one of \('greedy', .*, 'full'\), got 'fast'; None chooses"):
+        mode_of("fast", (1.0, 0, 1.0, 0.0), 100, "top_k")

@@ -27,12 +27,10 @@ class Pair(NamedTuple):
 
 
 def multiplied(x: Tensor, *, factor: int) -> Tensor:
-    """A stage with a static argument."""
     return x * factor
 
 
 def added(pair: Pair, x: Tensor | None) -> Pair:
-    """A stage of nested tensors, one of them optional."""
     return Pair(pair.left + pair.right, pair.left if x is None else x * 2)
 
 
@@ -63,13 +61,6 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilations]:
     monkeypatch.setattr(torch, "compile", counted)
     with torch._inductor.config.patch(fx_graph_cache=False):
         yield counted
-
-
-def test_static_arguments_are_compiled_apart():
-    run, x = CompiledStages(), torch.randn(3, 5)
-    for _ in range(2):
-        for factor in (2, 3):
-            assert torch.equal(run(multiplied, x, factor=factor), x * factor)
 
 
 def test_one_row_and_many_are_compiled_apart_and_no_more(compilations):
@@ -146,9 +137,8 @@ def test_a_stage_that_cannot_be_one_graph_is_refused_and_others_work():
 
 
 @pytest.mark.parametrize("state", [nullcontext, torch.no_grad, torch.inference_mode], ids=lambda each: each.__name__)
-@pytest.mark.parametrize("name", ["greedy", "no_filter"])
-def test_a_warm_sampler_compiles_nothing(name, state):
-    sampler = shared_sampler(V)
+def test_a_warm_sampler_compiles_nothing(state):
+    sampler, name = shared_sampler(V), "no_filter"
     with held(sampler, [REQUESTS[name]]) as (slot,):
         for rows in (2, 1):
             sampler.sample(sampler.plan([slot] * rows), torch.randn(rows, V), torch.arange(rows))

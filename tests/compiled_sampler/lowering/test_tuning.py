@@ -2,7 +2,6 @@
 
 import re
 from contextlib import nullcontext
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering.compiling import stage_code
-from compiled_sampler.lowering.stages import tuning
-from compiled_sampler.lowering.stages.tuning import TUNING, StageTuning, Tile, tuning_of
+from compiled_sampler.lowering.stages.tuning import StageTuning, Tile, tuning_of
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.candidates import all_coarser, choose_blocks, rank
+from compiled_sampler.passes.candidates import all_coarser, rank
 from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.race import race_maxima
@@ -70,33 +68,8 @@ def test_a_few_rows_have_their_blocks_weighed_each_alone(monkeypatch):
     assert tiles_of(unfiltered_weights, *tensors, **static) == [("1", "1")]
 
 
-def test_any_stage_may_reduce_the_rows_of_a_small_batch_each_alone(monkeypatch):
-    packed = torch.arange(8 * 512).view(8, 512)
-    alone = replace(tuning_of(rank), warps_of_few_rows=2)
-    monkeypatch.setattr(tuning, "TUNING", {**TUNING, rank: alone})
-    monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: LARGE_ROWS)
-    assert tiles_of(rank, packed) == [("8", "4")]
-    monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: SMALL_ROWS)
-    assert not alone.streams
-    assert tiles_of(rank, packed) == [("1", "2")]
-
-
-def test_a_level_of_few_blocks_has_a_thread_block_for_each_row_too():
-    """A level of 2004 blocks has half as many keys as the levels of ``test_kernels.py``, padded to a power of two."""
-    keys = torch.zeros(128, 2374, dtype=torch.int32)[:, :2004]
-    assert tiles_of(choose_blocks, keys, ratio=8, count=64) == [("1", "4")]
-
-
 def test_a_reduction_too_long_for_registers_is_left_to_inductor():
     assert tiles_of(order_maxima, torch.randn(8, 40_000), vocab_size=40_000, block=65_536) == []
-
-
-def test_options_of_inductor_are_of_the_declaration_alone():
-    kept = StageTuning(keeps_reductions=True, fuses_everything=True, overlap_rows=SMALL_ROWS)
-    on_gpu = {"unroll_reductions_threshold": 1, "max_fusion_size": 512}
-    assert kept.options(SMALL_ROWS, on_gpu=True) == {"triton.enable_pdl": True, **on_gpu}
-    assert kept.options(LARGE_ROWS, on_gpu=False) == {"triton.enable_pdl": False}
-    assert StageTuning().options(1, on_gpu=True) == {"triton.enable_pdl": False}
 
 
 def test_classes_of_rows_share_kernels_on_a_gpu_alone():
@@ -150,17 +123,3 @@ def only(stages: list[str], run):
 def bodies(code: str) -> list[str]:
     """The kernels of generated code, without what is told of their sizes."""
     return re.findall(r"^@triton\.jit\n(.*?)(?=^@triton_heuristics|^''')", code, re.M | re.S)
-
-
-def test_a_stage_that_launches_several_kernels_is_opaque():
-    assert all(each.opaque for each in TUNING.values() if each.num_kernels > 1)
-    shaped = [each for each in TUNING.values() if each.tile or each.tile_of_one_row or each.overlap_rows]
-    assert not any(each.opaque for each in shaped)
-
-
-def test_a_tiling_lasts_as_long_as_its_stage_is_made():
-    from torch._inductor.virtualized import V
-
-    before = type(V.choices)
-    tiles_of(rank, torch.arange(8 * 512).view(8, 512))
-    assert type(V.choices) is before

@@ -63,7 +63,7 @@ def drawn(inputs, mode: str, block: int = 8):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mode", ["no_filter", "min_p"])
-@pytest.mark.parametrize("vocab_size", tiers([600], [1, 2, 63, 64, 127, 129, 600, 5000]))
+@pytest.mark.parametrize("vocab_size", tiers([600], [1, 2, 129, 5000]))
 def test_many_rows_of_a_gpu_draw_what_a_cpus_do(vocab_size, mode, dtype, generator):
     noise = torch.randn(len(KINDS) * len(FILTERS), vocab_size, generator=generator)
     rows = [kind(noise[i * len(FILTERS) : (i + 1) * len(FILTERS)]) for i, kind in enumerate(KINDS)]
@@ -113,14 +113,6 @@ def test_blocks_that_min_p_drops_are_not_looked_at(generator, monkeypatch):
     made, leaders = drawn(inputs, "min_p")
     assert made.token_ids.eq(300).all()
     assert leaders.needs_race.sum() > 100
-
-
-def test_rows_are_seldom_unsettled(generator):
-    inputs = sample_inputs(
-        4.0 * torch.randn(4000, 600, generator=generator), [SamplingParams(seed=s) for s in range(4000)]
-    )
-    _, leaders = drawn(inputs, "no_filter")
-    assert leaders.needs_race.sum() < 20
 
 
 def test_a_greedy_row_is_settled_and_rows_of_infinities_where_few_blocks_have_one():

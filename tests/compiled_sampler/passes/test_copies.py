@@ -16,7 +16,7 @@ from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.inputs import BASES, modes_by_name
-from tests.builders.masks import MASKS, masked_inputs, stages_watched
+from tests.builders.masks import masked_inputs, stages_watched
 from tests.builders.sampler import same
 from tests.for_a_gpu import for_a_gpu, gpu_schedule
 from tools.kernels.launches import FALLBACK, generated, listed
@@ -36,9 +36,15 @@ def drawn(schedule, inputs, run=call):
     return edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, None, None, TARGET, run)
 
 
-@pytest.mark.parametrize("masks", MASKS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab_size", [64, 128, 6400])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype", "masks"),
+    [
+        (64, torch.float32, "both"),
+        (128, torch.bfloat16, "token_bitmask"),
+        (128, torch.float16, "allowed_token_ids"),
+        (6400, torch.float32, "both"),
+    ],
+)
 @pytest.mark.parametrize("name", COPYING)
 def test_a_masked_copy_that_tells_its_maxima_draws_the_same(name, vocab_size, dtype, masks):
     with_masks, left = masked_inputs("greedy" if name == "greedy" else "top_k_top_p[64]", masks, vocab_size, dtype)
@@ -57,10 +63,9 @@ def test_a_masked_copy_that_tells_its_maxima_draws_the_same(name, vocab_size, dt
     assert is_short or not same(made, sample_step(mode, with_masks._replace(edits=None)))
 
 
-@pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("name", COPYING)
-def test_a_copy_that_lists_are_written_into_tells_no_maxima(name, masks):
-    bare, _ = masked_inputs("greedy" if name == "greedy" else "top_k_top_p[64]", masks, 640)
+def test_a_copy_that_lists_are_written_into_tells_no_maxima(name):
+    bare, _ = masked_inputs("greedy" if name == "greedy" else "top_k_top_p[64]", "both", 640)
     ids, biases = torch.tensor([[3, 40]] * 5, dtype=torch.int32), torch.tensor([[-2.0, 50.0]] * 5)
     bias = BiasLists(torch.full((5,), 2, dtype=torch.int32), ids, biases)
     inputs = bare._replace(edits=bare.edits._replace(tables=bare.edits.tables._replace(lists=(bias,))))
@@ -94,7 +99,7 @@ class Lowered(LogitEdit):
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("logprobs", [None, Logprobs(top=2, of="filtered"), Logprobs(rank=True)])
+@pytest.mark.parametrize("logprobs", [None, Logprobs(top=2, of="filtered", rank=True)])
 @pytest.mark.parametrize("given", [{}, {"logit_bias": {3: 5.0}}, {"allowed_token_ids": [1, 3, 6, 9]}])
 @pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 20}, {"top_p": 0.9}, {"top_p": 0.9, "p_less": True}])
 def test_edits_of_the_user_tell_the_maxima_behind_all_that_comes_before(params, given, logprobs, on_gpu, monkeypatch):

@@ -13,12 +13,12 @@ import torch
 
 from compiled_sampler.batch import RowStatus
 from compiled_sampler.core.noise import ACCEPT, DRAFT, RESIDUAL, TARGET, gumbel
-from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, key_float, pack
+from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, key_float
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.score import score_key
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.race import draw_from_blocks, race_maxima, tokens_from_packed
+from compiled_sampler.passes.race import draw_from_blocks, race_maxima
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import full_mode, race, repeated, sample_inputs, slot_table
 from tests.cases.hard_rows import mixed_batch, mixed_requests
@@ -56,12 +56,10 @@ def rows_of(seed: int, stream: int = TARGET, temperature: float = 1.0, count: in
 
 
 def draws(logits: list[float], rows: RowParams) -> torch.Tensor:
-    """One token for each row from the same logits."""
     return race(torch.tensor([logits]).expand(len(rows.live), -1), rows).token_ids
 
 
 def fit(logits: list[float], tokens: torch.Tensor, temperature: float = 1.0) -> Fit:
-    """Chi-square of tokens against the oracle's law."""
     law = oracle.exact_law(oracle.masses(logits, temperature), range(len(logits)))
     return chi_square(np.bincount(tokens, minlength=len(logits)), [float(p) for p in law])
 
@@ -114,14 +112,6 @@ def test_noise_that_ends_too_early_is_detected(monkeypatch):
     detects(wins_of_the_tail(16))
 
 
-@pytest.mark.parametrize("gap", [6.0, 9.0, 11.0])
-def test_rare_tokens_win_at_their_exact_rate(gap):
-    logits = [0.0] + [-gap] * 7
-    tokens = draws(logits, rows_of(5))
-    rare = 7.0 * math.exp(-gap) / (1.0 + 7.0 * math.exp(-gap))
-    accept(poisson_p_value(int((tokens > 0).sum()), len(tokens) * rare))
-
-
 @pytest.mark.parametrize("lag", [1, 2, 3, 8])
 def test_consecutive_draws_are_independent(lag):
     accept(serial_independence(draws(LAWS["steps"], rows_of(1)), lag))
@@ -140,19 +130,6 @@ def test_draws_of_neighbouring_seeds_are_independent(other):
 @pytest.mark.parametrize("stream", STREAMS[1:])
 def test_draws_of_different_streams_are_independent(stream):
     accept(independence(draws(LAWS["steps"], rows_of(1)), draws(LAWS["steps"], rows_of(1, stream))))
-
-
-def test_draws_from_disjoint_tokens_are_independent():
-    first = draws([*LAWS["steps"], *[-math.inf] * 8], rows_of(1))
-    second = draws([*[-math.inf] * 8, *LAWS["steps"]], rows_of(1)) - 8
-    accept(independence(first, second))
-
-
-def test_equal_scores_go_to_the_lowest_id():
-    key = torch.tensor([[3, 7, 7, 1]], dtype=torch.int32)
-    best = pack(key, torch.arange(4, dtype=torch.int32)).amax(-1)
-    zero = torch.zeros(1, dtype=torch.int32)
-    assert tokens_from_packed(best, zero, zero).token_ids.tolist() == [1]
 
 
 def test_scores_are_the_oracles_within_the_error_of_the_noise(generator):
@@ -225,14 +202,3 @@ def test_blocks_in_slices_that_name_their_winner_draw_what_a_second_look_draws(v
             drawn = draw_from_blocks(x, named, rows, row_max, None, **static)
             assert drawn.token_ids.equal(looked.token_ids)
             assert drawn.status.equal(looked.status)
-
-
-def test_a_winner_of_a_later_slice_has_its_own_id():
-    rows = gather_rows(
-        RowSlots(slot_table([SamplingParams(temperature=0.0)], 512), *[torch.zeros(1).long()] * 2), stream=0
-    )
-    x = torch.zeros(1, 512)
-    x[0, 300] = 1.0
-    with for_a_gpu():
-        named = race_maxima(x, rows, None, None, vocab_size=512, block=512, names=True)
-    assert named.token_ids.tolist() == [[300]]

@@ -1,31 +1,47 @@
-"""Logprobs against the slow oracle, and one answer in every mode, batch, schedule and chunk."""
+"""Logprobs against the slow oracle, and one answer in every mode, batch, schedule and chunk, compiled and on a GPU."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs
-from compiled_sampler.logprobs import LAWS, Logprobs
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.stage import Run, call
+from compiled_sampler.logprobs import LAWS, LogprobInputs, Logprobs
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline.sample import sample_step
-from tests.builders.inputs import BASES, VOCAB_SIZES, covering_modes, full_mode, sample_inputs, slot_table
+from compiled_sampler.passes.kept import cut_of_drawn
+from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
+from compiled_sampler.pipeline.schedule import schedule_for
+from tests.builders.inputs import (
+    covering_modes,
+    full_mode,
+    modes_by_name,
+    sample_inputs,
+    slot_table,
+)
 from tests.builders.logprobs import (
     EVERYTHING,
+    bare,
     close,
     differing,
     logprobs,
+    on_device,
     processed_scale,
     rows_of,
     wrong_fields,
 )
+from tests.builders.masks import masked_inputs, params_of, stages_watched
+from tests.builders.sampler import same
 from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.chunked import chunks_of
-from tests.for_a_gpu import gpu_schedule
+from tests.for_a_gpu import gpu_schedule, schedule_by_bounds
 from tests.oracles import oracle_logprobs as oracle
-from tests.tiers import tiers
 
 V = 129
 PARAMS = [
@@ -38,6 +54,7 @@ PARAMS = [
     SamplingParams(temperature=0.5, top_k=1, seed=7),
 ]
 NUM_REQUESTS = 60
+MODES = [each.name for each in mode_table(V, "top_k")]
 
 
 def tied_rows(vocab_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -49,24 +66,23 @@ def tied_rows(vocab_size: int, generator: torch.Generator) -> tuple[Tensor, Tens
     return raw, edited
 
 
-def hard_batch(base: str = "top_k", mode: str = "full", rows: int = 600) -> tuple[SampleInputs, Tensor, Tensor]:
+def hard_batch(
+    mode: str = "full", rows: int = 600, base: str = "top_k", dtype: torch.dtype = torch.float32, vocab_size: int = V
+) -> tuple[SampleInputs, Tensor, Tensor]:
     """Inputs with rows of every kind and padding, their edited logits, and the scales of all requests."""
-    requests = mixed_requests(V, NUM_REQUESTS, seed=1)
-    chosen = next(each for each in mode_table(V, base) if each.name == mode)
-    batch = mixed_batch(requests, chosen, rows, torch.float32, seed=3)
+    requests = mixed_requests(vocab_size, NUM_REQUESTS, seed=1)
+    batch = mixed_batch(requests, modes_by_name(vocab_size, base)[mode], rows, dtype, seed=3)
     slots = batch.slots.clone()
-    slots[::17] = -1
-    edited = batch.logits + torch.linspace(-1.0, 1.0, V)
+    slots[3::17] = -1
+    edited = batch.logits.float() + torch.linspace(-1.0, 1.0, vocab_size)
     edited[:, ::5] = -math.inf
-    return (
-        SampleInputs(batch.logits, slots, batch.positions, slot_table(requests, V)),
-        edited,
-        processed_scale(requests),
-    )
+    inputs = SampleInputs(batch.logits, slots, batch.positions, slot_table(requests, vocab_size))
+    return inputs, edited, processed_scale(requests)
 
 
-@pytest.mark.parametrize("base", tiers(["top_k"], BASES))
-@pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
+@pytest.mark.parametrize(
+    ("vocab_size", "base"), [(1, "top_k"), (2, "top_k"), (64, "top_k"), (129, "all"), (600, "top_k")]
+)
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
 def test_results_are_the_oracle_s_in_every_covering_mode(wanted, vocab_size, base, generator):
     raw, edited = tied_rows(vocab_size, generator)
@@ -80,18 +96,9 @@ def test_results_are_the_oracle_s_in_every_covering_mode(wanted, vocab_size, bas
         assert wrong_fields(rows_of(every[0], 0), rows[row], params, wanted, int(tokens[row]), base) == []
 
 
-@pytest.mark.parametrize("of", ["raw", "processed"])
-def test_the_rank_is_that_of_the_row_s_token(of, generator):
-    raw, edited = tied_rows(300, generator)
-    tokens = torch.randint(300, (len(PARAMS),), generator=generator)
-    found = logprobs(full_mode(300), sample_inputs(raw, PARAMS), tokens, Logprobs(of=of, rank=True), edited=edited)
-    x = raw if of == "raw" else edited
-    assert found.rank.tolist() == [oracle.rank(a, i) for a, i in zip(x.tolist(), tokens.tolist(), strict=True)]
-    assert found.top is found.top_token_ids is found.given is found.entropy is found.num_kept is found.boundary is None
-
-
-@pytest.mark.parametrize("shape", tiers(["normal"], ["normal", "flat", "peaked", "two_levels", "wide"]))
-@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize(
+    ("shape", "temperature"), [("normal", 0.3), ("flat", 1.0), ("peaked", 2.0), ("two_levels", 0.3), ("wide", 1.0)]
+)
 def test_a_real_vocabulary_is_within_the_error_allowed(shape, temperature, generator):
     size = 151_936
     x = torch.randn(size, generator=generator)
@@ -106,12 +113,12 @@ def test_a_real_vocabulary_is_within_the_error_allowed(shape, temperature, gener
     assert abs(found.entropy.item() - -(law.exp() * law).sum().item()) <= 1e-5
 
 
-@pytest.mark.parametrize("count", [1, 20, 64, 65, 128, 129, 200])
+@pytest.mark.parametrize("count", [1, 64, 65, 129, 200])
 @pytest.mark.parametrize("mode", ["no_filter", "full"])
 def test_any_number_of_top_tokens_is_exact(count, mode, generator):
     raw, _ = tied_rows(V, generator)
     params = [PARAMS[1]] * len(raw)
-    mode = next(each for each in mode_table(V, "top_k") if each.name == mode)
+    mode = modes_by_name(V)[mode]
     wanted = Logprobs(top=count, of="processed", token_ids=tuple(range(V)))
     found = logprobs(mode, sample_inputs(raw, params), torch.zeros(len(raw), dtype=torch.int64), wanted)
     assert found.top_token_ids.tolist() == [oracle.top(row, count) for row in raw.tolist()]
@@ -131,16 +138,15 @@ def test_a_row_has_the_same_bits_in_every_batch(wanted):
         assert differing(found, rows_of(whole, rows)) == []
 
 
-@pytest.mark.parametrize("base", tiers(["top_k"], BASES))
-@pytest.mark.parametrize("mode", [each.name for each in mode_table(V, "top_k")])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, mode, base):
-    inputs, edited, scale = hard_batch(base, mode)
-    chosen = next(each for each in mode_table(V, base) if each.name == mode)
+def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, mode):
+    inputs, edited, scale = hard_batch(mode)
+    chosen = modes_by_name(V)[mode]
     tokens = sample_step(chosen, inputs).token_ids
     given = {"edited": edited, "scale": scale}
     found = logprobs(chosen, inputs, tokens, wanted, **given)
-    assert differing(found, logprobs(full_mode(V, base), inputs, tokens, wanted, **given)) == []
+    assert differing(found, logprobs(full_mode(V), inputs, tokens, wanted, **given)) == []
     for rows in (1, 8, 600):
         by_gpu = logprobs(chosen, inputs, tokens, wanted, **given, schedule=gpu_schedule(chosen, rows))
         assert differing(found, by_gpu) == []
@@ -154,11 +160,10 @@ def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, m
         assert (values == (-math.inf if values.is_floating_point() else -1)).all()
 
 
-@pytest.mark.parametrize("mode", tiers(["full"], (each.name for each in mode_table(V, "top_k"))))
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_the_denormal_mode_of_the_thread_changes_nothing(wanted, mode):
-    inputs, edited, scale = hard_batch(mode=mode)
-    chosen = next(each for each in mode_table(V, "top_k") if each.name == mode)
+def test_the_denormal_mode_of_the_thread_changes_nothing(wanted):
+    inputs, edited, scale = hard_batch()
+    chosen = full_mode(V)
     tokens = sample_step(chosen, inputs).token_ids
     before = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
     if not torch.set_flush_denormal(True):
@@ -179,15 +184,6 @@ def test_a_kept_token_has_a_rank_of_at_most_the_number_kept(of):
     is_kept = logprobs(full_mode(V), inputs, ids, Logprobs(of="filtered", top=V)).top_token_ids.eq(ids[:, None]).any(-1)
     assert torch.equal(is_kept, (found.rank > 0) & (found.rank <= found.num_kept))
     assert 0 < int(is_kept.sum()) < len(ids)
-
-
-def test_the_token_drawn_is_kept():
-    inputs, _, _ = hard_batch()
-    drawn = sample_step(full_mode(V), inputs).token_ids
-    found = logprobs(full_mode(V), inputs, drawn, Logprobs(of="filtered", rank=True, num_kept=True))
-    assert torch.equal(drawn >= 0, found.rank > 0)
-    assert (found.rank <= found.num_kept).all()
-    assert torch.equal(drawn, sample_step(full_mode(V), inputs).token_ids)
 
 
 def test_a_token_without_integer_weight_has_a_logprob():
@@ -253,17 +249,115 @@ def test_short_floats_count_as_their_values(dtype, wanted, generator):
     assert differing(narrow, wide) == []
 
 
-def test_a_request_of_top_k_1_keeps_its_temperature(generator):
-    inputs, token = sample_inputs(torch.randn(1, V, generator=generator), [PARAMS[6]]), torch.tensor([3])
-    kept, lost = (
-        logprobs(full_mode(V), inputs, token, Logprobs(of="processed"), scale=scale).token.item()
-        for scale in (processed_scale([PARAMS[6]]), None)
-    )
-    for found, temperature in ((kept, PARAMS[6].temperature), (lost, 1.0)):
-        assert close(found, (inputs.logits[0].double() / temperature).log_softmax(-1)[3].item())
+RAW, PROCESSED, FILTERED = EVERYTHING
+CASES = [*((mode, FILTERED) for mode in MODES), ("greedy", RAW), ("no_filter", PROCESSED)]
+COMPILED = [
+    ("full", FILTERED),
+    *((mode, wanted) for mode, wanted in CASES if mode != "full"),
+    ("full", FILTERED, "all"),
+    ("full", FILTERED, "top_k", 1),
+    ("no_filter", Logprobs(of="processed", top=2, rank=True, entropy=True), "top_k", 100, torch.bfloat16),
+    ("no_filter", Logprobs(of="processed", top=2, rank=True, entropy=True), "top_k", 100, torch.float16),
+    ("no_filter", Logprobs(top=100), "top_k", 100),
+    ("full", Logprobs(of="filtered", top=3, num_kept=True, boundary=True, entropy=True), "top_k", 40, torch.float32, 2),
+]
+"""Mode and question, then base of top-p, rows, dtype and V where they are not the usual ones."""
 
 
-def test_raw_and_processed_are_one_at_temperature_1(generator):
-    inputs = sample_inputs(torch.randn(1, V, generator=generator), [SamplingParams(seed=1)])
-    one, other, drawn = (logprobs(full_mode(V), inputs, torch.tensor([5]), each) for each in EVERYTHING)
-    assert differing(one, other) == differing(one, drawn) == []
+@pytest.mark.parametrize(
+    "case", [COMPILED[0], *(pytest.param(case, marks=pytest.mark.full) for case in COMPILED[1:])], ids=str
+)
+def test_compiled_hard_rows_have_the_bits_of_eager_torch(case, device):
+    assert faults(CompiledStages(), device, *case) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("mode", "wanted"), CASES, ids=lambda each: getattr(each, "of", each))
+def test_eager_on_a_gpu_has_the_bits_of_the_cpu(mode, wanted):
+    assert faults(call, torch.device("cuda"), mode, wanted) == []
+
+
+def faults(
+    run: Run,
+    device: torch.device,
+    mode: str,
+    wanted: Logprobs,
+    base: str = "top_k",
+    rows: int = 400,
+    dtype: torch.dtype = torch.float32,
+    vocab_size: int = V,
+) -> list[str]:
+    """Fields that differ from eager torch on the CPU."""
+    inputs, edited, scale = hard_batch(mode, rows, base, dtype, vocab_size)
+    chosen = modes_by_name(vocab_size, base)[mode]
+    tokens = sample_step(chosen, inputs).token_ids
+    right = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
+    inputs, tokens, edited, scale = on_device((inputs, tokens, edited, scale), device)
+    return differing(right, logprobs(chosen, inputs, tokens, wanted, run, edited=edited, scale=scale))
+
+
+SIZES = (1, 127, 129, 600)
+OF_KEPT = [*EVERYTHING, Logprobs(of="filtered"), Logprobs(num_kept=True), Logprobs(boundary=True)]
+
+
+def schedules(mode, rows):
+    """That of the CPU, and that of many rows on a GPU."""
+    bounded = replace(schedule_by_bounds(mode, rows, 8), reads_masks=True)
+    return schedule_for(mode, rows, torch.device("cpu")), bounded
+
+
+def drawn(schedule, inputs, wanted, scale, run=call):
+    """A step with logprobs."""
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    ids = None if wanted.token_ids is None else torch.tensor([wanted.token_ids] * len(inputs.logits))
+    logprobs = LogprobInputs(wanted, ids, scale)
+    return edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, logprobs, None, TARGET, run)
+
+
+@pytest.mark.parametrize("wanted", OF_KEPT, ids=lambda each: each.label)
+@pytest.mark.parametrize("vocab_size", SIZES)
+@pytest.mark.parametrize("name", ["no_filter", "min_p"])
+def test_logprobs_by_a_maximum_that_the_draw_found_are_those_of_any_other_way(name, vocab_size, wanted):
+    """Of bare rows and of rows with masks."""
+    if wanted.token_ids is not None and vocab_size < 4:
+        wanted = replace(wanted, token_ids=(0,))
+    masked, left = masked_inputs(name, "both", vocab_size)
+    mode, scale = modes_by_name(vocab_size)[name], processed_scale(params_of(name))
+    plain = sample_step(mode, left)
+    for inputs in (left, masked):
+        logits = torch.where(inputs.logits.isnan(), torch.nan, inputs.logits)  # with the sign that CUDA gives it
+        inputs = inputs._replace(logits=logits)
+        right = logprobs(mode, inputs, plain.token_ids, wanted, edited=left.logits, scale=scale)
+        for schedule in schedules(mode, len(logits)):
+            made = drawn(schedule, inputs, wanted, scale)
+            assert same(bare(made), plain)
+            assert differing(made.logprobs, right) == []
+
+
+def stages_of(name, wanted):
+    """Names of the stages that a GPU runs for many rows, in their order."""
+    found, inputs = list[str](), masked_inputs(name, "both", 129)[1]
+    drawn(schedules(modes_by_name(129)[name], len(inputs.logits))[1], inputs, wanted, None, stages_watched(found))
+    return found
+
+
+@pytest.mark.parametrize("wanted", [Logprobs(of="filtered"), Logprobs(num_kept=True)], ids=lambda each: each.label)
+@pytest.mark.parametrize("name", ["no_filter", "min_p"])
+def test_one_more_pass_sums_the_kept_tokens(name, wanted):
+    stages = stages_of(name, wanted)
+    assert "order_maxima" not in stages
+    assert (stages.count("cut_of_drawn"), stages.count("kept_in_blocks")) == (1, 1)
+
+
+def test_a_maximum_that_is_not_the_rows_changes_logprobs(monkeypatch):
+    wanted, inputs = Logprobs(of="filtered"), masked_inputs("no_filter", "both", 129)[1]
+    bounded = schedules(modes_by_name(129)["no_filter"], len(inputs.logits))[1]
+    right = drawn(bounded, inputs, wanted, None)
+
+    def other(row_max, *rest, **static):
+        return cut_of_drawn(row_max + 1.0, *rest, **static)
+
+    monkeypatch.setattr("compiled_sampler.pipeline.sample.cut_of_drawn", other)
+    made = drawn(bounded, inputs, wanted, None)
+    assert same(bare(made), bare(right))
+    assert differing(made.logprobs, right.logprobs) == ["token"]

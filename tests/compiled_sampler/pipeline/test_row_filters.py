@@ -3,20 +3,29 @@
 import math
 from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
+from compiled_sampler.core.order import order_key
+from compiled_sampler.edits.min_k import MinK
 from compiled_sampler.edits.p_less import PLess
 from compiled_sampler.edits.top_n_sigma import TopNSigma
 from compiled_sampler.edits.typical_p import TypicalP
 from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.modes import mode_table
+from compiled_sampler.passes.cliff import cliff_logit, descending, first_steepest
 from compiled_sampler.passes.deviation import distance_sums, distance_units, logit_ends, longest_kept
 from compiled_sampler.passes.mass_filters import MassUnits, mass_sums, p_less_cut
 from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_search, with_digit
+from compiled_sampler.pipeline.schedule import row_bytes
 from tests.builders.filters import filtered_by_hand, filtered_by_stages, hard_rows, same_bits
+from tests.chunked import chunks_of
+from tests.for_a_gpu import for_a_gpu
 from tests.oracles import oracle_filters
 from tests.tiers import tiers
+from tools.bench.memory import scratch_bytes
 
 FILTERS = [
     {"top_n_sigma": 1.0},
@@ -42,8 +51,10 @@ def of_rows(batch, count):
     return [batch[row % len(batch)] for row in range(count)]
 
 
-@pytest.mark.parametrize("vocab_size", tiers([129], [1, 2, 127, 129]))
-@pytest.mark.parametrize("dtype", tiers([torch.float32], [torch.float32, torch.bfloat16]))
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"),
+    tiers([(129, torch.float32)], [(1, torch.float32), (2, torch.bfloat16), (127, torch.bfloat16)]),
+)
 @pytest.mark.parametrize("batch", range(len(BATCHES)))
 def test_hard_rows_keep_what_the_slow_truth_keeps(batch, dtype, vocab_size):
     logits = hard_rows(vocab_size, dtype)
@@ -62,13 +73,12 @@ def test_each_filter_drops_something_and_keeps_something(given):
 
 @pytest.mark.parametrize(
     ("vocab_size", "dtype"),
-    tiers([(129, torch.float32)], [(129, torch.float32), (2, torch.float32), (127, torch.bfloat16)]),
+    tiers([(129, torch.float32)], [(2, torch.float32), (127, torch.bfloat16)]),
 )
 def test_compiled_stages_drop_the_same(vocab_size, dtype):
-    logits, run = hard_rows(vocab_size, dtype), CompiledStages()
-    for batch in BATCHES[-1:]:
-        given = of_rows(batch, len(logits))
-        assert same_bits(filtered_by_stages(logits, given, run), filtered_by_stages(logits, given))
+    logits = hard_rows(vocab_size, dtype)
+    given = of_rows(BATCHES[-1], len(logits))
+    assert same_bits(filtered_by_stages(logits, given, CompiledStages()), filtered_by_stages(logits, given))
 
 
 @pytest.mark.full
@@ -96,12 +106,12 @@ def test_no_denormal_mode_changes_what_is_kept():
     assert same_bits(made, wanted)
 
 
-def test_no_temperature_changes_what_top_n_sigma_keeps():
+@pytest.mark.parametrize("given", [{"top_n_sigma": 1.3}, {"min_k": True, "min_k_tau": 40.0}], ids=str)
+def test_no_temperature_changes_what_filters_of_logits_keep(given):
     logits = hard_rows(129)
-    wanted = filtered_by_stages(logits, [{"top_n_sigma": 1.3}] * len(logits))
+    wanted = filtered_by_stages(logits, [given] * len(logits))
     for temperature in (1e-5, 0.3, 4.0, 1e30):
-        made = filtered_by_stages(logits, [{"top_n_sigma": 1.3, "temperature": temperature}] * len(logits))
-        assert same_bits(made, wanted)
+        assert same_bits(filtered_by_stages(logits, [{**given, "temperature": temperature}] * len(logits)), wanted)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
@@ -144,14 +154,14 @@ def test_the_bound_of_p_less_is_the_sum_of_squared_probabilities(vocab_size, tem
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 100, 129])
 def test_equally_likely_tokens_stay_together(count):
-    """As many of 129 as ``count``: p-less compares 1 / count with itself, a deviation of 0 keeps all."""
-    logits = torch.full((5, 129), -math.inf)
+    """As many of 129 as ``count``: p-less compares 1 / count with itself, a deviation or a range of 0 keeps all."""
+    logits = torch.full((7, 129), -math.inf)
     logits[:, :count] = 2.5
     given = [{"p_less": True}, {"top_n_sigma": 0.1}, {"p_less": True, "top_n_sigma": 0.1, "temperature": 0.01}]
     given += [{"xtc_probability": 1.0, "xtc_threshold": 1.0 / max(count, 2)}]
-    given += [{"typical_p": 0.01}]
+    given += [{"typical_p": 0.01}, {"min_k": True, "min_k_tau": 0.0}, {"min_k": True, "min_k_tau": 1e300}]
     made = filtered_by_stages(logits, given)
-    assert same_bits(made[[0, 1, 2, 4]], logits[[0, 1, 2, 4]])
+    assert same_bits(made[[0, 1, 2, 4, 5, 6]], logits[[0, 1, 2, 4, 5, 6]])
     assert made[3].isfinite().nonzero().flatten().tolist() == [count - 1]
 
 
@@ -196,3 +206,111 @@ def test_the_slow_truth_is_that_of_the_papers():
     assert oracle_filters.typical(halves, 1.0, 0.8) == [0, 1, 2]
     assert oracle_filters.without_top_choices(halves, 1.0, 0.1) == [2, 3]
     assert oracle_filters.without_top_choices(halves, 1.0, 0.3) == [0, 1, 2, 3]
+
+
+MOST_RANKS = 2**22 - 1
+
+
+def hard_pairs(count):
+    """Pairs of (drop, rank) whose quotients differ by as little as they can, or not at all; the rank ascends."""
+    source = np.random.default_rng(5)
+    while count:
+        low, high = sorted(int(each) for each in source.integers(2, MOST_RANKS + 1, 2))
+        if math.gcd(low, high) > 1:
+            continue
+        for apart in (-1, 0, 1):  # first * high - second * low
+            first = apart * pow(high, -1, low) % low or low
+            second = (first * high - apart) // low
+            times = (2**24 - 1 - second) // high
+            first, second = first + times * low, second + times * high
+            if times >= 0 < second:
+                count = max(count - 1, 0)
+                yield (first, low), (second, high)
+
+
+def test_the_first_of_the_largest_quotients_is_found_however_near_the_others_are():
+    pairs = list(hard_pairs(600))
+    quotients = [[Fraction(*each) for each in pair] for pair in pairs]
+    assert {(a > b) - (a < b) for a, b in quotients} == {-1, 0, 1}
+    assert any(0 < abs(a - b) < a * Fraction(1, 2**45) for a, b in quotients)
+    assert any(np.float32(a) == np.float32(b) for a, b in quotients if a != b)  # the control: floats do not tell them
+    wanted = [pair[b > a][1] for pair, (a, b) in zip(pairs, quotients, strict=True)]
+    for scale in (2.0**-126, 1.0, 2.0**103):
+        drops = torch.tensor([[drop for drop, _ in pair] for pair in pairs], dtype=torch.float32) * scale
+        ranks = torch.tensor([[rank for _, rank in pair] for pair in pairs], dtype=torch.int32)
+        found = [int(first_steepest(*each)) for each in zip(drops[:, None], ranks, strict=True)]
+        assert found == wanted
+
+
+@pytest.mark.parametrize(("low", "high"), [(1, 2), (2, 3), (3, 7), (48, 49), (100, 4999), (3000, 4500)])
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_of_equally_steep_drops_the_first_counts(low, high, more):
+    """Two drops in a row of 5,000 tokens, in proportion to their ranks but for a unit in the last place."""
+    logits = torch.full((1, 5000), -float(1000 * high + more))
+    logits[0, :high], logits[0, :low] = 0.0, 1000.0 * low
+    made = filtered_by_stages(logits, [{"min_k": True, "min_k_tau": 0.0}])
+    assert int(made.isfinite().sum()) == (high if more > 0 else low)
+    assert same_bits(made, filtered_by_hand(logits, [{"min_k": True, "min_k_tau": 0.0}]))
+
+
+def test_tokens_with_the_logit_of_the_last_rank_stay():
+    logits = torch.tensor([[4.0, 3.0, 3.0, 3.0, 2.5, 2.5, 0.0]])
+    for tau, count in ((0.0, 1), (7.9, 1), (8.0, 4), (16.0, 4), (19.9, 4), (20.0, 6), (24.0, 6), (28.0, 7)):
+        assert int(filtered_by_stages(logits, [{"min_k": True, "min_k_tau": tau}]).isfinite().sum()) == count
+
+
+def test_a_mask_is_no_drop_and_a_finite_one_is():
+    """The order ends at the last logit that is not -inf; -1e9, a mask of some engines, is a logit like others."""
+    logits = torch.tensor([[5.0, 4.5, 1.0, 0.5, -math.inf, -math.inf]]).repeat(2, 1)
+    logits[1, 4:] = -1e9
+    made = filtered_by_stages(logits, [{"min_k": True, "min_k_tau": 0.0}] * 2)
+    assert made.isfinite().sum(-1).tolist() == [2, 4]
+
+
+def test_padding_and_requests_without_the_filter_keep_all():
+    ordered = order_key(torch.tensor([[9.0, 1.0, 0.5]] * 4))
+    given = MinK(torch.tensor([0.0, -1.0], dtype=torch.float64))
+    assert cliff_logit(ordered, torch.tensor([0, 1, -1, 0]), given).tolist() == [9.0, -math.inf, -math.inf, 9.0]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_chunks_and_the_sort_of_a_gpu_change_nothing_of_min_k(rows):
+    logits = torch.cat([hard_rows(129), hard_rows(129).flip(1)])
+    given = [{"min_k": True, "min_k_tau": 9.0 * (row % 4)} for row in range(len(logits))]
+    wanted = filtered_by_stages(logits, given)
+
+    def fused(stage, /, *tensors, **static):
+        return stage(*tensors, **static)
+
+    fused.fuses = True
+    with for_a_gpu():
+        assert same_bits(filtered_by_stages(logits, given, fused), wanted)
+    with chunks_of(rows):
+        assert same_bits(filtered_by_stages(logits, given, fused), wanted)
+        with for_a_gpu():
+            assert same_bits(filtered_by_stages(logits, given, fused), wanted)
+    keys = order_key(logits)
+    assert torch.equal(descending(keys), keys.sort(-1, descending=True).values)
+
+
+def test_the_scratch_of_min_k_is_below_that_of_a_row():
+    vocab_size, rows = 2000, 96
+    logits, given = torch.randn(rows, vocab_size), [{"min_k": True}] * rows
+    allowed = row_bytes(mode_table(vocab_size, "top_k")[0], triton=False, fused=False, edited=True)
+    made = 4 * vocab_size  # the filtered copies of all rows, which are results
+    for most in (rows, rows // 4):
+        with chunks_of(most):
+            held = scratch_bytes(lambda: filtered_by_stages(logits, given), logits.device)
+        assert held <= most * allowed + rows * made
+    assert held > rows * made
+
+
+def test_the_slow_truth_of_min_k_is_that_of_its_paper():
+    """By hand: drops of 0.5, 4.5 and 1 over ranks 1, 2 and 3; a range of 6, of which tau 18 has three."""
+    row = [-1.0, 5.0, 4.5, 0.0]
+    assert oracle_filters.above_the_cliff(row, 0.0) == [1, 2]
+    assert oracle_filters.above_the_cliff(row, 17.99) == [1, 2]
+    assert oracle_filters.above_the_cliff(row, 18.0) == [1, 2, 3]
+    assert oracle_filters.above_the_cliff([*row, -math.inf], 24.0) == [0, 1, 2, 3]
+    assert oracle_filters.above_the_cliff([3.0, 2.0, 0.0], 0.0) == [0]  # drops of 1 and 2 are as steep: the first
+    assert oracle_filters.above_the_cliff([7.0], 0.0) == [0]

@@ -1,26 +1,30 @@
-"""A whole step: the oracle's tokens in every covering mode, whatever else is in the batch."""
+"""A whole step: the oracle's tokens, whatever else is in the batch.
 
+That every mode draws them, of hard rows too, is in ``core/test_reference.py``.
+"""
+
+import functools
 import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, tensors_of
-from compiled_sampler.params import SamplingParams
+from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import (
     BASES,
-    VOCAB_SIZES,
-    covering_modes,
     full_mode,
     modes_by_name,
     sample_inputs,
     slot_table,
 )
+from tests.builders.sampler import SHARED_SLOTS, V, same
 from tests.oracles import oracle
-from tests.tiers import tiers
 
 FILTERS = [
     {"temperature": 0.0},
@@ -42,7 +46,6 @@ SEEDS = [0, 1, -1, 2**63, 2**64 - 1, -(2**63), 12345]
 
 
 def request(index: int) -> SamplingParams:
-    """One of the requests above with one of the seeds."""
     return SamplingParams(seed=SEEDS[index % len(SEEDS)], **FILTERS[index % len(FILTERS)])
 
 
@@ -50,49 +53,12 @@ REQUESTS = [request(i) for i in range(len(FILTERS))]
 
 
 def assert_same(result: SampleOutputs, other: SampleOutputs) -> None:
-    """Tokens and status are equal."""
     assert result.token_ids.tolist() == other.token_ids.tolist()
     assert result.status.tolist() == other.status.tolist()
 
 
-def alone(inputs: SampleInputs, row: int, base: str = "top_k", vocab_size: int | None = None) -> SampleOutputs:
-    """One row of a batch in a batch of its own."""
-    one = slice(row, row + 1)
-    single = SampleInputs(inputs.logits[one], inputs.slots[one], inputs.positions[one], inputs.table)
-    return sample_step(full_mode(vocab_size or inputs.logits.shape[1], base), single)
-
-
-def hard_row(kind: str, vocab_size: int, generator: torch.Generator) -> torch.Tensor:
-    """A row of logits ``[V]`` that is easy to get wrong."""
-    row = 2.0 * torch.randn(vocab_size, generator=generator)
-    some = torch.randint(0, vocab_size, (max(1, vocab_size // 3),), generator=generator)
-    match kind:
-        case "ties":
-            row = row.round()
-        case "near_ties":
-            row = torch.where(torch.rand(vocab_size, generator=generator) < 0.5, 1.5, math.nextafter(1.5, 2.0))
-            row = torch.where(row > 1.5, torch.nextafter(torch.tensor(1.5), torch.tensor(2.0)), row)
-        case "masked":
-            row[some] = -math.inf
-        case "nan":
-            row[some] = math.nan
-        case "infinite":
-            row[some[:3]] = math.inf
-        case "all_masked":
-            row[:] = -math.inf
-        case "all_nan":
-            row[:] = math.nan
-        case "zeros":
-            row = torch.where(row > 0.0, 0.0, -0.0)
-    return row
-
-
-KINDS = ("plain", "ties", "near_ties", "masked", "nan", "infinite", "all_masked", "all_nan", "zeros")
-
-
 @pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocab_size", VOCAB_SIZES[:-1])
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1, torch.float32), (129, torch.bfloat16), (5000, torch.float32)])
 def test_tokens_are_the_oracles(vocab_size, dtype, base, generator):
     logits = (3.0 * torch.randn(len(REQUESTS), vocab_size, generator=generator)).to(dtype)
     tokens = sample_step(full_mode(vocab_size, base), sample_inputs(logits, REQUESTS)).token_ids.tolist()
@@ -100,44 +66,6 @@ def test_tokens_are_the_oracles(vocab_size, dtype, base, generator):
         filters = FILTERS[i % len(FILTERS)]
         wanted = oracle.draw(row, seed=SEEDS[i % len(SEEDS)], position=i, **filters, top_p_base=base)
         assert tokens[i] == wanted, filters
-
-
-def test_a_large_row_gives_the_oracles_tokens(generator):
-    logits = 3.0 * torch.randn(len(REQUESTS), 5000, generator=generator).to(torch.bfloat16)
-    tokens = sample_step(full_mode(5000), sample_inputs(logits, REQUESTS)).token_ids.tolist()
-    for i, row in enumerate(logits.tolist()):
-        assert tokens[i] == oracle.draw(row, seed=SEEDS[i % len(SEEDS)], position=i, **FILTERS[i])
-
-
-@pytest.mark.parametrize("vocab_size", tiers([129], [1, 2, 64, 129, 600]))
-@pytest.mark.parametrize("kind", KINDS)
-def test_hard_rows_give_the_oracles_tokens_and_status(kind, vocab_size, generator):
-    logits = torch.stack([hard_row(kind, vocab_size, generator) for _ in REQUESTS])
-    result = sample_step(full_mode(vocab_size), sample_inputs(logits, REQUESTS))
-    for i, row in enumerate(logits.tolist()):
-        assert result.token_ids[i] == oracle.draw(row, seed=SEEDS[i % len(SEEDS)], position=i, **FILTERS[i])
-        assert result.status[i] == oracle.status(row)
-
-
-@pytest.mark.parametrize("base", tiers(["top_k"], BASES))
-@pytest.mark.parametrize("vocab_size", tiers([65], [1, 63, 64, 65, 600, 5000]))
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_covering_mode_gives_the_same_bytes(kind, vocab_size, base, generator):
-    logits = torch.stack([hard_row(kind, vocab_size, generator) for _ in range(2)]).to(torch.bfloat16)
-    for filters in FILTERS:
-        params = [SamplingParams(seed=seed, **filters) for seed in (7, -7)]
-        inputs = sample_inputs(logits, params, [3, 2**40])
-        wanted = sample_step(full_mode(vocab_size, base), inputs)
-        for mode in covering_modes(params, vocab_size, base):
-            assert_same(sample_step(mode, inputs), wanted)
-
-
-def test_greedy_is_top_k_1_and_takes_the_lowest_of_equal_ids():
-    logits = torch.zeros(2, 600)
-    logits[:, [77, 300]] = 2.0
-    inputs = sample_inputs(logits, [SamplingParams(temperature=0.0, seed=1), SamplingParams(top_k=1, seed=2)])
-    for mode in modes_by_name(600).values():
-        assert sample_step(mode, inputs).token_ids.tolist() == [77, 77]
 
 
 @settings(max_examples=20)
@@ -151,14 +79,6 @@ def test_batchmates_and_rows_do_not_matter(permutation, count):
     assert_same(sample_step(full_mode(600), part), SampleOutputs(*(field[chosen] for field in tensors_of(whole))))
 
 
-@pytest.mark.parametrize("vocab_size", [2, 129, 5000])
-def test_a_row_alone_gives_the_same_bytes(vocab_size, generator):
-    inputs = sample_inputs(torch.randn(len(REQUESTS), vocab_size, generator=generator), REQUESTS)
-    whole = sample_step(full_mode(vocab_size), inputs)
-    for row in range(len(REQUESTS)):
-        assert_same(alone(inputs, row), SampleOutputs(*(field[row : row + 1] for field in tensors_of(whole))))
-
-
 @pytest.mark.parametrize("poison", [math.inf, math.nan, 1e30, -math.inf])
 @pytest.mark.parametrize("name", list(modes_by_name(600)))
 def test_padding_columns_are_never_read(name, poison, generator):
@@ -167,7 +87,9 @@ def test_padding_columns_are_never_read(name, poison, generator):
     params = [SamplingParams(seed=1, top_k=k) for k in (1, 5, 64)]
     mode = modes_by_name(600)[name]
     inputs = sample_inputs(clean, params)
-    assert_same(sample_step(mode, inputs._replace(logits=padded)), sample_step(mode, inputs))
+    wide = inputs._replace(logits=padded)
+    assert_same(sample_step(mode, wide), sample_step(mode, inputs))
+    assert torch.equal(probability_step(mode, wide).probabilities, probability_step(mode, inputs).probabilities)
 
 
 @pytest.mark.parametrize("name", list(modes_by_name(600)))
@@ -183,8 +105,7 @@ def test_padding_rows_give_minus_1_and_leave_the_others_alone(name, generator):
     assert result.status.tolist() == [0, -1, 0, -1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("columns", [slice(7, 607), slice(0, 1200, 2)])
+@pytest.mark.parametrize(("columns", "dtype"), [(slice(7, 607), torch.bfloat16), (slice(0, 1200, 2), torch.float32)])
 def test_row_strides_do_not_matter(columns, dtype, generator):
     wide = torch.randn(2 * len(REQUESTS), 1237, generator=generator).to(dtype)
     logits = wide[::2, columns]
@@ -218,3 +139,50 @@ def test_flags_add_up(name):
     both = RowStatus.NAN_SEEN | RowStatus.ALL_MASKED
     assert result.token_ids.tolist() == [-1, -1, 7]
     assert result.status.tolist() == [RowStatus.ALL_MASKED, both, RowStatus.NAN_SEEN | RowStatus.POSITIVE_INFINITY]
+
+
+TOP_P = {
+    "narrow": SamplingParams(temperature=1.1, top_k=20, top_p=0.6, seed=1),
+    "wide": SamplingParams(temperature=1.3, top_k=90, top_p=0.7, seed=2),
+    "top_p": SamplingParams(temperature=1.5, top_p=0.8, min_p=1e-3, seed=3),
+}
+ONE_OF_EACH = {
+    base: (("eager", base, "cpu"), ("eager", base, "cuda"), ("compiled", base, "cuda")) for base in ("all", "top_k")
+}
+
+
+@functools.cache
+def sampler_of(backend: str, base: str = "all", device: str = "cpu", vocab_size: int = V) -> Sampler:
+    """Requests in the order of ``TOP_P``, in the first slots."""
+    made = Sampler(vocab_size, SHARED_SLOTS, device, backend=backend, top_p_base=base)
+    for params in TOP_P.values():
+        made.add_request(params)
+    return made
+
+
+def logits_of(rows: int, vocab_size: int = V) -> Tensor:
+    return 2.0 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))
+
+
+def test_compiled_draws_by_the_base_of_whole_rows_are_those_of_eager_torch():
+    slots, positions = [0, 1, 2] * 4, torch.arange(12)
+    eager, compiled = (
+        each.sample(each.plan(slots, "full"), logits_of(12), positions)
+        for each in map(sampler_of, ("eager", "compiled"))
+    )
+    assert same(eager, compiled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", ["all", "top_k"])
+@pytest.mark.parametrize("vocab_size", [5000, 70_000])
+@pytest.mark.parametrize("rows", [1, 16, 40, 300])
+def test_by_either_base_few_rows_and_many_are_on_cuda_those_of_the_cpu(rows, vocab_size, base):
+    logits, positions = logits_of(rows, vocab_size), torch.arange(rows)
+    slots = [row % len(TOP_P) for row in range(rows)]
+    cpu, *others = (sampler_of(*kind, vocab_size) for kind in ONE_OF_EACH[base])
+    for picked, mode in ((slots, "full"), ([0] * rows, "top_k_top_p[64]")):
+        wanted = cpu.sample(cpu.plan(picked, mode), logits, positions)
+        for each in others:
+            made = each.sample(each.plan(picked, mode), logits.cuda(), positions.cuda())
+            assert same(made, wanted)

@@ -6,18 +6,28 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_sampler import Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler.batch import RequestRows
 from compiled_sampler.logprobs import LAWS
+from compiled_sampler.modes import mode_table, verifying
+from compiled_sampler.pipeline import verify_chunks
+from compiled_sampler.pipeline.schedule import EDITED_BYTES, LARGE_ROWS, request_ends, warmup_batches
+from compiled_sampler.speculation.row_layout import rows_of_requests
 from tests.builders.edited_drafts import COUNTS, FORMS, DraftBatch, K, draft_batch, drafting_sampler
 from tests.builders.edits import V, edited_sampler, random_mask
 from tests.builders.logprobs import EVERYTHING, bare, differing
 from tests.builders.sampler import SHARED_SLOTS, replay_recordings, same
 from tests.chunked import request_chunks_of
 from tests.tiers import tiers
+from tools.bench.memory import scratch_bytes
 
 RULES = ("rejection", "block")
 MODES = ("no_filter", "min_p", "top_k_top_p[64]", "top_k", "full")
@@ -27,14 +37,13 @@ ROWS = (1, 8, 13)
 
 
 def assert_same(found: VerifyOutputs, wanted: VerifyOutputs) -> None:
-    """All fields are the same bits."""
     assert same(bare(found), bare(wanted))
     if wanted.logprobs is not None:
         assert differing(found.logprobs, wanted.logprobs) == []
 
 
 def assert_chunks_change_nothing(
-    sampler: Sampler, batch: DraftBatch, rule: str, sizes: Sequence[int] = ROWS, **options: Any
+    sampler: Sampler, batch: DraftBatch, rule: str, sizes: Sequence[int], **options: Any
 ) -> VerifyOutputs:
     """The results at once, which are those with copies of so many rows."""
     wanted = batch.verified(sampler, rule, **options)
@@ -55,7 +64,6 @@ def sampler_of(dtype: torch.dtype, cached: bool = False) -> Sampler:
 
 @contextmanager
 def batch_of(sampler: Sampler, mode: str, form: str, **options: Any) -> Iterator[DraftBatch]:
-    """A batch, whose requests leave at the end."""
     batch = draft_batch(sampler, mode, form, **options)
     try:
         assert batch.plan.mode.name == mode
@@ -90,20 +98,11 @@ def test_logprobs_of_every_law_are_the_same_bits_in_chunks(of):
     assert (found.logprobs.token > -torch.inf).any()
 
 
-@pytest.mark.parametrize("form", ["one_hot", "logits"])
-def test_consumed_logits_give_the_same_bits_in_chunks(form):
-    sampler = sampler_of(torch.float32)
-    with batch_of(sampler, "min_p", form, masked=False) as batch:
-        wanted = batch.verified(sampler, "block")
-        found = assert_chunks_change_nothing(sampler, batch, "block", [8], consume_logits=True)
-        assert_same(found, wanted)
-
-
-@pytest.mark.parametrize("counts", [(0,) * 9, (0, 3, 0, 0, 0), (3, 0, 0, 0, 3)], ids=str)
-def test_requests_without_drafts_have_the_same_bits_in_chunks(counts):
+@pytest.mark.parametrize(("counts", "rows"), [((0,) * 9, 4), ((0, 3, 0, 0, 0), 1), ((3, 0, 0, 0, 3), 4)], ids=str)
+def test_requests_without_drafts_have_the_same_bits_in_chunks(counts, rows):
     sampler = sampler_of(torch.float32)
     with batch_of(sampler, "no_filter", "logits", counts=counts) as batch:
-        assert_chunks_change_nothing(sampler, batch, "rejection", [1, 4])
+        assert_chunks_change_nothing(sampler, batch, "rejection", [rows])
 
 
 def test_counts_and_slots_on_the_device_are_the_same_bits_in_chunks():
@@ -113,7 +112,7 @@ def test_counts_and_slots_on_the_device_are_the_same_bits_in_chunks():
         slots = torch.tensor([-1 if n in (1, 3, 5, 6) else slot for n, slot in enumerate(batch.plan.slots)])
         buffers = {"slot_ids": slots.int(), "draft_counts": torch.tensor(given, dtype=torch.int32)}
         batch = batch._replace(plan=replace(batch.plan, **buffers))
-        found = assert_chunks_change_nothing(sampler, batch, "block")
+        found = assert_chunks_change_nothing(sampler, batch, "block", [8])
         assert [each < 0 for each in found.status.tolist()] == [slot < 0 for slot in slots.tolist()]
 
 
@@ -152,3 +151,122 @@ def test_recorded_steps_are_in_chunks():
     found, wanted = (lists_and_masks(each, COUNTS[:6]).verified(each, "block") for each in (recorded, eager))
     assert_same(found, wanted)
     assert recorded.statistics().direct_runs == 0
+
+
+N, LARGE = 24, 2000
+BIAS = {"logit_bias": {n: 1.0 for n in range(5)}}
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that an operation made."""
+
+    def __init__(self) -> None:
+        """None yet."""
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation as it is."""
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and func._schema.returns[0].alias_info is None:
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def verification(count: int, rule: str, **params: Any) -> Any:
+    """A call that verifies ``count`` requests of ``K`` drafts, with draft logits, a mask, lists and a row filter."""
+    sampler = Sampler(LARGE, count, backend="eager", history_len=16)
+    params = {"frequency_penalty": 0.5, "top_n_sigma": 2.0, **BIAS, **params}
+    slots = [sampler.add_request(SamplingParams(seed=n, **params), [1, 2]) for n in range(count)]
+    plan, rows = sampler.plan(slots, num_drafts=[K] * count), count * (K + 1)
+    logits, draft_logits = torch.randn(rows, LARGE), torch.randn(count * K, LARGE)
+    drafts, positions = torch.randint(LARGE, (count, K)), torch.full((count,), 2)
+    masks = torch.full((rows, -(-LARGE // 32)), -2, dtype=torch.int32)
+    options = {"draft_logits": draft_logits, "token_bitmask": masks}
+    return lambda: sampler.verify(plan, logits, drafts, positions, rule, **options)
+
+
+@pytest.mark.parametrize(
+    ("rule", "params"),
+    tiers([("block", {})], [("rejection", {}), ("block", {"top_k": 20, "top_p": 0.9}), ("rejection", {"top_p": 0.9})]),
+    ids=str,
+)
+def test_no_tensor_of_a_chunked_step_is_above_the_bound(rule, params):
+    most, padded, small = 4 * (K + 1), 2048, 2**10
+    work, alone = verification(N, rule, **params), verification(4, rule, **params)
+    with Largest() as seen:
+        work()
+    assert seen.elements >= N * (K + 1) * LARGE
+    with request_chunks_of(most, LARGE) as chunks:
+        with Largest() as seen:
+            work()
+        assert chunks == [4] * (N // 4)
+        assert seen.elements <= most * padded
+        held = scratch_bytes(work, torch.device("cpu"))
+    assert held <= scratch_bytes(alone, torch.device("cpu")) + small * N * (K + 1)
+
+
+UNCUT = [
+    ("match", BIAS, {}),
+    ("block", {"temperature": 0.0, **BIAS}, {}),
+    ("rejection", BIAS, {"consume_logits": True}),
+    ("rejection", {}, {}),
+    ("block", {"stop_token_ids": (3,)}, {}),
+]
+
+
+@pytest.mark.parametrize(("rule", "params", "options"), [*UNCUT, ("rejection", BIAS, {})], ids=str)
+def test_only_steps_that_need_edited_rows_together_are_in_chunks(rule, params, options):
+    """Others edit row by row, where the logits are written, or nothing."""
+    sampler = Sampler(V, N, backend="eager")
+    slots = [sampler.add_request(SamplingParams(seed=n, **params)) for n in range(N)]
+    plan = sampler.plan(slots, num_drafts=[K] * N)
+    drafts, positions = torch.randint(V, (N, K)), torch.zeros(N, dtype=torch.int64)
+    with request_chunks_of(8, V) as chunks:
+        sampler.verify(plan, torch.randn(N * (K + 1), V), drafts, positions, rule, **options)
+        assert bool(chunks) == ((rule, params, options) not in UNCUT)
+        chunks.clear()
+        sampler.verify_from_probs(plan, torch.rand(N * (K + 1), V), drafts, positions, rule=rule)
+        assert not chunks
+
+
+@pytest.mark.parametrize("field", RequestRows._fields)
+def test_the_comparison_sees_rows_of_another_request(field):
+    sampler = drafting_sampler()
+    batch = draft_batch(sampler, "top_k_top_p[64]", "logits")
+    wanted = batch.verified(sampler, "block")
+
+    def moved(*read: Any) -> RequestRows:
+        rows = rows_of_requests(*read)
+        return rows._replace(**{field: getattr(rows, field).roll(1)})
+
+    with request_chunks_of(8, V):
+        assert same(batch.verified(sampler, "block"), wanted)
+        with mock.patch.object(verify_chunks, "rows_of_requests", moved):
+            assert not same(batch.verified(sampler, "block"), wanted)
+
+
+@given(st.integers(1, 3000), st.integers(1, 65), st.integers(1, 2**22 - 1))
+def test_a_chunk_has_no_more_rows_than_a_copy_and_a_request_at_least(requests, times, vocab_size):
+    mode = verifying(mode_table(vocab_size, "top_k")[1], "block", "logits")
+    rows = requests * times
+    ends = request_ends(mode, requests, rows, times)
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    assert sum(sizes) == requests
+    assert min(sizes) > 0
+    if rows * 4 * vocab_size <= EDITED_BYTES:
+        assert len(sizes) == 1
+    else:
+        assert max(sizes) * times * 4 * vocab_size <= EDITED_BYTES or max(sizes) == 1
+        assert max(sizes) - min(sizes) <= 3
+        assert len(sizes) <= 2 + 2 * rows * 4 * vocab_size // EDITED_BYTES or max(sizes) <= 2
+
+
+@pytest.mark.parametrize(("rule", "cut"), [("match", [False]), ("rejection", [True, False])])
+def test_batches_in_chunks_are_warmed_up_besides_those_at_once(rule, cut):
+    """Both have many rows, but a copy picks rows in a chunk alone."""
+    mode, sizes = verifying(mode_table(151_936, "top_k")[1], rule), [8, LARGE_ROWS, 200]
+    found = warmup_batches(mode, sizes, K + 1, torch.device("cpu"), is_edited=True)
+    many = [(size, rows) for size, rows in found if size >= LARGE_ROWS]
+    assert [len(request_ends(mode, *batch, K + 1)) > 1 for batch in many] == cut
+    assert len(warmup_batches(mode, sizes, K + 1, torch.device("cpu"))) == len(found) - len(cut) + 1

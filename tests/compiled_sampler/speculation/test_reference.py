@@ -23,7 +23,7 @@ from compiled_sampler.modes import (
 )
 from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation import reference
-from tests.builders.inputs import BASES, full_mode, slot_table
+from tests.builders.inputs import full_mode, slot_table
 from tests.builders.sampler import V, same, shared_sampler
 from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.oracles import oracle
@@ -77,11 +77,10 @@ def hard_inputs(mode: Mode, kind: str, dtype: torch.dtype = torch.float32, seed:
     )
 
 
-@pytest.mark.parametrize("base", tiers(["top_k"], BASES))
 @pytest.mark.parametrize(("rule", "kind"), WAYS)
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    tiers([(65, "bfloat16")], [(1, "float32"), (2, "float32"), (65, "bfloat16"), (129, "float32")]),
+    ("vocab_size", "dtype", "base"),
+    tiers([(65, "bfloat16", "top_k")], [(1, "float32", "top_k"), (2, "float32", "all"), (129, "float32", "all")]),
 )
 def test_every_covering_mode_has_the_same_outcomes(vocab_size, dtype, rule, kind, base):
     for mode in mode_table(vocab_size, base):
@@ -90,7 +89,7 @@ def test_every_covering_mode_has_the_same_outcomes(vocab_size, dtype, rule, kind
 
 
 @pytest.mark.parametrize(("rule", "kind"), [way for way in WAYS if way[1] not in ("logits", PROCESSED)])
-@pytest.mark.parametrize("vocab_size", tiers([65], [1, 2, 65, 600]))
+@pytest.mark.parametrize("vocab_size", [65])
 def test_rows_of_probabilities_have_the_same_outcomes(vocab_size, rule, kind):
     mode = verifying(probabilities_mode(vocab_size), rule, kind)
     inputs = hard_inputs(mode, kind)
@@ -208,11 +207,10 @@ def verified(sampler: Sampler, rule: str, logits: Tensor, drafts: Tensor) -> Ver
     return found
 
 
-@pytest.mark.parametrize(("backend", "rules"), [("eager", RULES), ("compiled", ("match", "rejection"))])
-def test_the_backend_verifies_as_others_do(backend, rules, generator):
+def test_the_backend_verifies_as_others_do(generator):
     logits = 3.0 * torch.randn(6, V, generator=generator)
     drafts = torch.stack([logits[[0, 3, 4]].argmax(-1), logits[[1, 3, 4]].argmax(-1)], 1)
-    for rule in rules:
-        found = [verified(shared_sampler(V, backend=each), rule, logits, drafts) for each in ("reference", backend)]
+    for rule in RULES:
+        found = [verified(shared_sampler(V, backend=each), rule, logits, drafts) for each in ("reference", "eager")]
         assert same(*found)
     assert not same(found[0], verified(shared_sampler(V, backend="reference"), rule, logits.roll(1, 1), drafts))

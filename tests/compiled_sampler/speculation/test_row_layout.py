@@ -1,5 +1,6 @@
-"""Rows of ragged requests: every row is found by a loop over requests, whatever padding stands between them."""
+"""Rows of ragged requests, of their drafts and of what they emit: a loop over requests finds the same."""
 
+import math
 from typing import Any
 
 import pytest
@@ -8,15 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
+from compiled_sampler.batch import DraftTable
+from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.speculation.emission import by_request, emitted_rows
 from compiled_sampler.speculation.row_layout import (
     Starts,
-    drafted,
-    entries_of_rows,
-    first_rows,
     proposal_slots,
     request_starts,
     row_layout,
+    rows_of_drafts,
     rows_of_requests,
 )
 from tools.bench.memory import scratch_bytes
@@ -55,7 +57,6 @@ def laid_out(
 
 
 def assert_same(rows: list[tuple[Any, ...]], layout: Any) -> None:
-    """The layout holds the rows of the loop."""
     judges = layout.trials.row_ids.tolist()
     assert all(0 <= row < len(judges) for row in judges)
     for row, (slot, position, offset, draft, proposal) in enumerate(rows):
@@ -67,20 +68,10 @@ def assert_same(rows: list[tuple[Any, ...]], layout: Any) -> None:
             assert trial == [row, slot, position, offset, draft]
 
 
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 2**32))
-def test_rows_are_those_of_a_loop_over_requests(num_drafts, seed):
-    assert_same(*laid_out(num_drafts, seed))
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.integers(1, 3), st.integers(0, 2**32))
-def test_padding_without_rows_at_the_end_changes_nothing(num_drafts, padding, seed):
-    assert_same(*laid_out([*num_drafts, *[-1] * padding], seed))
-
-
 @given(
     st.lists(st.integers(-1, 5), min_size=2, max_size=8).filter(lambda counts: max(counts) >= 0), st.integers(0, 2**32)
 )
-def test_padding_without_rows_anywhere_changes_nothing(num_drafts, seed):
+def test_rows_are_those_of_a_loop_over_requests_with_padding_anywhere(num_drafts, seed):
     assert_same(*laid_out(num_drafts, seed))
 
 
@@ -90,13 +81,6 @@ def test_rows_beyond_the_last_request_are_padding(extra_rows):
     assert_same(rows, layout)
     assert (layout.slots[len(rows) :] == -1).all()
     assert (layout.drafts[len(rows) :] == -1).all()
-
-
-@pytest.mark.parametrize("searched", [False, True])
-@given(counts=st.lists(st.integers(0, 1000), min_size=1, max_size=20))
-def test_rows_begin_where_those_before_end(searched, counts):
-    wanted = [sum(counts[:n]) for n in range(len(counts))]
-    assert first_rows(torch.tensor(counts), searched=searched).tolist() == wanted
 
 
 @given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 2**32))
@@ -134,33 +118,6 @@ def test_a_hundred_thousand_requests_take_no_memory_but_a_few_numbers_a_row():
     assert torch.equal(layout[0].slots, torch.repeat_interleave(counts + 1))
 
 
-@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))
-def test_rows_have_the_slots_of_their_requests(num_drafts, extra_rows):
-    slots = [-1 if count < 0 else 7 * n for n, count in enumerate(num_drafts)]
-    wanted = [slot for slot, count in zip(slots, num_drafts, strict=True) for _ in range(count + 1)] + [-1] * extra_rows
-    positions = torch.arange(len(slots)) * 100
-    found, where = entries_of_rows(torch.tensor(slots), torch.tensor(num_drafts), positions, len(wanted))
-    assert found.tolist() == wanted
-    held = [100 * n + offset for n, count in enumerate(num_drafts) for offset in range(count + 1)]
-    assert where.tolist()[: len(held)] == held
-
-
-@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))
-def test_proposals_have_the_slots_of_their_requests(num_drafts, extra_rows):
-    slots = [-1 if count < 0 else 7 * n for n, count in enumerate(num_drafts)]
-    wanted = [slot for slot, count in zip(slots, num_drafts, strict=True) for _ in range(count)] + [-1] * extra_rows
-    found = proposal_slots(torch.empty(len(wanted), 1), torch.tensor(slots), torch.tensor(num_drafts))
-    assert found.tolist() == wanted
-
-
-@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 3))
-def test_drafts_stand_in_the_order_of_the_requests(num_drafts, extra_rows):
-    wanted = [n * 5 + j for n, count in enumerate(num_drafts) for j in range(count)]
-    found = drafted(torch.tensor(num_drafts), 5, len(wanted) + extra_rows).tolist()
-    assert found[: len(wanted)] == wanted
-    assert all(0 <= place < 5 * len(num_drafts) for place in found)
-
-
 @pytest.mark.parametrize("searched", [False, True])
 def test_rows_of_some_requests_begin_with_those_of_the_first(searched):
     """As many as all drafts would need; behind the last row of the batch, that row again."""
@@ -173,3 +130,43 @@ def test_rows_of_some_requests_begin_with_those_of_the_first(searched):
         found = rows_of_requests(part, drafts[first : first + 2], logits, proposals)
         assert (found.row_ids.tolist(), found.proposal_ids.tolist()) == (rows, proposed)
         assert rows_of_requests(part, drafts[first : first + 2], logits, None).proposal_ids is None
+
+
+CACHE_SLOTS, WIDTH, WIDE = 5, 3, 7
+TABLE = DraftTable(torch.arange((CACHE_SLOTS + 1) * WIDTH * WIDE).view(CACHE_SLOTS + 1, WIDTH, WIDE).float())
+
+
+@pytest.mark.parametrize("searched", [False, True])
+@pytest.mark.parametrize("counts", [[3, 0, -1, 2, 1], [0] * 5, [3] * 5, [-1] * 5], ids=str)
+def test_each_draft_has_the_row_of_its_slot_and_place(counts, searched):
+    slots = [4, 2, -1, -1, 0]
+    held = [(slot, j) for slot, count in zip(slots, counts, strict=True) for j in range(max(count, 0))]
+    rows = len(held) + len(slots)
+    found = rows_of_drafts(torch.zeros(rows, WIDE), torch.tensor(slots), torch.tensor(counts), TABLE, searched=searched)
+    assert found[0].tolist() == [slot for slot, _ in held] + [-1] * len(slots)
+    assert found[1][: len(held)].tolist() == [(CACHE_SLOTS if slot < 0 else slot) * WIDTH + j for slot, j in held]
+    assert ((found[1][len(held) :] >= CACHE_SLOTS * WIDTH) & (found[1][len(held) :] < (CACHE_SLOTS + 1) * WIDTH)).all()
+
+
+NUM_DRAFTS = torch.tensor([2, -1, 0, 3, 1])
+SLOTS = torch.tensor([4, -1, 0, 2, 7])
+TOKEN_IDS = torch.tensor([[5, 6, -1, -1], [-1] * 4, [9, -1, -1, -1], [1, 2, 3, 8], [-1, -1, -1, -1]])
+LOGITS = torch.zeros(12, 3)  # three rows of the first request, one, four, two, and two of nobody
+
+
+def test_a_row_has_the_token_that_it_emits():
+    rows = emitted_rows(LOGITS, SLOTS, NUM_DRAFTS, TOKEN_IDS)
+    assert rows.token_ids.tolist() == [5, 6, -1, 9, 1, 2, 3, 8, -1, -1, -1, -1]
+    assert rows.slots.tolist() == [4, 4, -1, 0, 2, 2, 2, 2, -1, -1, -1, -1]
+
+
+def test_results_come_back_by_request_and_place():
+    found = torch.arange(12.0)
+    rows = LogprobOutputs(found, top_token_ids=torch.arange(24).view(12, 2), top=found[:, None].expand(-1, 2).clone())
+    by = by_request(rows, NUM_DRAFTS, TOKEN_IDS)
+    none = -math.inf
+    wanted = [[0.0, 1.0, none, none], [none] * 4, [3.0, none, none, none], [4.0, 5.0, 6.0, 7.0], [none] * 4]
+    assert by.token.tolist() == wanted
+    assert by.top[..., 1].tolist() == wanted
+    assert by.top_token_ids[..., 0].tolist() == [[0, 2, -1, -1], [-1] * 4, [6, -1, -1, -1], [8, 10, 12, 14], [-1] * 4]
+    assert by.rank is by.given is by.entropy is by.num_kept is by.boundary is None

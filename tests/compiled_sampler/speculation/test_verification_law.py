@@ -144,7 +144,6 @@ def laws_of(mode: Mode, name: str, chosen: list[Case], inputs: VerifyInputs) -> 
 
 
 def emitted_laws(name: str, vocab_size: int, width: int, rule: str) -> Laws:
-    """The law of the emitted tokens for every case of a kind."""
     chosen, mode = cases(name, vocab_size, width), verifying(full_mode(vocab_size), rule, KINDS[name])
     return laws_of(mode, name, chosen, verify_inputs(name, chosen))
 

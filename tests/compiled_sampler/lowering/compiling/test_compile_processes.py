@@ -1,19 +1,25 @@
-"""Stages that other processes compile: they are found on disk, and what fails there is compiled here."""
+"""Stages that other processes compile are found on disk; what fails there is compiled here, and no claim lasts."""
 
 import functools
+import multiprocessing
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from filelock import FileLock
 
 from compiled_sampler.batch import DraftTable
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling import compile_processes, parallel_compile
+from compiled_sampler.lowering.compiling import compile_processes, disk_cache, parallel_compile
 from compiled_sampler.lowering.compiling.compile_processes import VARIABLE, number_of_processes
+from compiled_sampler.lowering.compiling.disk_cache import CompiledElsewhere, claimed
 from compiled_sampler.lowering.compiling.parallel_compile import Listing
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
@@ -28,6 +34,7 @@ LOGITS = torch.randn(3, 129)
 @pytest.fixture
 def empty_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv(VARIABLE, "0")
     return tmp_path
 
 
@@ -51,23 +58,20 @@ def test_what_is_on_disk_starts_no_process(empty_disk, monkeypatch):
         maxima_of(CompiledStages(), 1, monkeypatch)
 
 
-@pytest.mark.parametrize("worker", tiers(["compileall"], ["compiled_sampler.no_such_module", "compileall"]))
-def test_a_process_that_fails_leaves_its_stages_to_this_one(worker, empty_disk, monkeypatch):
-    monkeypatch.setattr(compile_processes, "_WORKER", worker)
-    found = maxima_of(CompiledStages(), 1, monkeypatch)
-    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
+FAILURES: dict[str, tuple[Any, str, Any]] = {
+    "it fails": (compile_processes, "_WORKER", "compileall"),
+    "it cannot be started": (compile_processes.sys, "executable", "/nowhere/python"),
+    "its stage cannot be sent": (StageCall, "portable", mock.Mock(side_effect=pickle.PicklingError("planted"))),
+    "it is no module": (compile_processes, "_WORKER", "compiled_sampler.no_such_module"),
+    "its folder is gone": (compile_processes.os, "getcwd", mock.Mock(side_effect=FileNotFoundError)),
+}
 
 
-def test_a_process_that_cannot_be_started_is_no_error(empty_disk, monkeypatch):
-    monkeypatch.setattr(compile_processes.sys, "executable", "/nowhere/python")
-    found = maxima_of(CompiledStages(), 2, monkeypatch)
-    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
-
-
-@pytest.mark.full
-def test_a_folder_that_is_gone_is_no_error(empty_disk, monkeypatch):
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    monkeypatch.setattr(compile_processes.os, "getcwd", mock.Mock(side_effect=FileNotFoundError))
+@pytest.mark.parametrize("why", tiers([*FAILURES][:3], FAILURES))
+def test_what_another_process_cannot_compile_is_compiled_here(why, empty_disk, monkeypatch):
+    if why == "its folder is gone":
+        monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setattr(*FAILURES[why])
     found = maxima_of(CompiledStages(), 1, monkeypatch)
     assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
 
@@ -85,12 +89,6 @@ def test_settings_of_this_process_make_others_end_at_once(empty_disk, monkeypatc
         found = maxima_of(CompiledStages(), 1, monkeypatch)
     assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
     assert len([path for path in (empty_disk / "compiled_sampler").rglob("*") if path.is_file()]) == 1
-
-
-def test_a_stage_that_cannot_be_sent_is_compiled_here(empty_disk, monkeypatch):
-    with mock.patch.object(StageCall, "portable", side_effect=pickle.PicklingError("planted")):
-        found = maxima_of(CompiledStages(), 1, monkeypatch)
-    assert torch.equal(found, order_maxima(LOGITS, **STATIC).keys)
 
 
 def test_a_process_that_hangs_is_stopped_and_its_stages_compiled_here(empty_disk, monkeypatch):
@@ -224,3 +222,140 @@ def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memo
     sent = pickle.loads(pickle.dumps(call.portable())).made()[0]
     assert isinstance(sent, DraftTable)
     assert (sent.logits.shape, sent.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)
+
+
+STATICS = [STATIC, STATIC | {"block": 32}]
+
+
+@pytest.fixture
+def place(tmp_path):
+    return tmp_path / "compiled_sampler" / "ab" / "abcd"
+
+
+def code_of(number: int = 0) -> StageCode:
+    return StageCode.of(order_maxima, (LOGITS,), STATICS[number])
+
+
+def path_of(number: int = 0):
+    path = code_of(number).path(CompiledStages()._options)
+    assert path is not None
+    return path
+
+
+def is_free(path) -> bool:
+    try:
+        with claimed(path, waits=False):
+            return True
+    except CompiledElsewhere:
+        return False
+
+
+def hold(path, held, ends) -> None:
+    with claimed(path, waits=True):
+        held.set()
+        ends.wait(60)
+
+
+def test_a_stage_is_one_process_s_and_another_stage_is_free(place):
+    with claimed(place, waits=False):
+        assert not is_free(place)
+        assert is_free(place.with_name("abce"))
+    assert is_free(place)
+
+
+def test_who_waits_goes_on_when_the_other_is_done(place):
+    held, ends = threading.Event(), threading.Event()
+    other = threading.Thread(target=hold, args=(place, held, ends))
+    other.start()
+    assert held.wait(60)
+    threading.Timer(0.3, ends.set).start()
+    with claimed(place, waits=True):
+        assert ends.is_set()
+    other.join()
+
+
+def test_a_process_that_is_killed_lets_go(place):
+    context = multiprocessing.get_context("spawn")
+    held, ends = context.Event(), context.Event()
+    other = context.Process(target=hold, args=(place, held, ends))
+    other.start()
+    assert held.wait(60)
+    assert not is_free(place)
+    other.kill()
+    other.join()
+    assert is_free(place)
+
+
+def test_nobody_waits_for_ever(place, monkeypatch):
+    monkeypatch.setattr(disk_cache, "PATIENCE", 0.2)
+    start = time.perf_counter()
+    with claimed(place, waits=True), claimed(place, waits=True):
+        assert 0.2 <= time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize("error", [OSError("no locks here"), NotImplementedError("flock"), PermissionError("not ours")])
+def test_where_no_file_can_be_locked_every_process_compiles(error, place):
+    with mock.patch.object(FileLock, "acquire", side_effect=error), claimed(place, waits=False):
+        pass
+
+
+def test_where_no_folder_can_be_made_every_process_compiles(tmp_path):
+    (tmp_path / "compiled_sampler_locks").write_text("a file")
+    with claimed(tmp_path / "compiled_sampler" / "ab" / "abcd", waits=False):
+        pass
+
+
+def test_of_stages_that_others_compile_the_last_are_waited_for(empty_disk):
+    """Another process has the first stage: this one compiles the second meanwhile, and then finds the first on disk."""
+    other, stages, made = CompiledStages(), CompiledStages(), list[int]()
+    compiled = StageCode.compiled
+
+    def noted(code, exact):
+        made.append(code.static["block"])
+        if code.static["block"] == 32:
+            first_is_claimed.__exit__(None, None, None)
+            other.compile(code_of(0))
+        return compiled(code, exact)
+
+    first_is_claimed = claimed(path_of(0), waits=False)
+    first_is_claimed.__enter__()
+    with mock.patch.object(StageCode, "compiled", noted), stages.precompiling(CPU):
+        for static in STATICS:
+            stages(order_maxima, LOGITS, **static)
+    assert made == [32, 64]
+    for static in STATICS:
+        assert torch.equal(stages(order_maxima, LOGITS, **static).keys, order_maxima(LOGITS, **static).keys)
+
+
+def test_a_call_during_a_warmup_of_another_thread_is_not_waited_for(empty_disk, monkeypatch):
+    """Which once held the claim of a stage that the warm-up then waited for, and waited for the warm-up's lock."""
+    monkeypatch.setattr(disk_cache, "PATIENCE", 600.0)
+    warming, calling, begun, ended = CompiledStages(), CompiledStages(), threading.Event(), list[float]()
+
+    def call() -> None:
+        begun.wait(60)
+        calling(order_maxima, LOGITS, **STATICS[0])
+        ended.append(time.perf_counter())
+
+    other = threading.Thread(target=call)
+    other.start()
+    with warming.precompiling(CPU):
+        warming(order_maxima, LOGITS, **STATICS[0])
+        begun.set()
+        time.sleep(1.0)
+        start = time.perf_counter()
+    assert time.perf_counter() - start < 120
+    other.join(120)
+    assert ended
+
+
+def test_a_call_waits_for_the_process_that_compiles_its_stage(empty_disk):
+    stages, held, ends = CompiledStages(), threading.Event(), threading.Event()
+    other = threading.Thread(target=hold, args=(path_of(), held, ends))
+    other.start()
+    assert held.wait(60)
+    assert not stages.compile(code_of(), waits=False)
+    threading.Timer(0.3, ends.set).start()
+    assert torch.equal(stages(order_maxima, LOGITS, **STATICS[0]).keys, order_maxima(LOGITS, **STATICS[0]).keys)
+    assert ends.is_set()
+    other.join()

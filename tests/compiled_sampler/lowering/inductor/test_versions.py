@@ -26,7 +26,6 @@ UNKNOWN = "99.1.0"
 
 
 def scaled(x: Tensor, *, factor: int) -> Tensor:
-    """A stage."""
     return x * factor + 1
 
 

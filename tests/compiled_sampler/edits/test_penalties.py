@@ -1,10 +1,17 @@
-"""DRY lowers the tokens that would prolong a repetition, by what the slow truth subtracts, on every path."""
+"""Penalties are vLLM's to the bit, and DRY subtracts what the slow truth does, on every path.
+
+vLLM's formulas are here in torch, each operation rounded to float32, as it computes eagerly: ``apply_penalties`` and
+``get_token_bin_counts_and_mask`` of ``vllm/model_executor/layers/utils.py``, and ``apply_repetition_penalties_torch``
+of ``vllm/_custom_ops.py`` (vllm-project/vllm, Apache-2.0).
+"""
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams
 from compiled_sampler.edits.dry import DRY, Dry, without_repetitions
@@ -131,3 +138,56 @@ def test_request_bodies_have_the_names_of_llama_cpp():
         SamplingParams.from_openai({**body, "dry_penalty_last_n": 64, "dry_range": 9})
     with pytest.raises(TypeError, match="dry_sequence_breakers"):
         SamplingParams.from_openai({**body, "dry_sequence_breakers": ["\n"]})
+
+
+VLLM_V, ROWS, IDS = 300, 12, 20
+NAMES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+VALUES: dict[str, tuple[float, ...]] = {
+    "repetition_penalty": (1.1, 0.7, 3.0, 5.17),
+    "frequency_penalty": (0.3, 2.0, -2.0, 1 / 3),
+    "presence_penalty": (0.7, -0.1, 2.0, -2.0),
+}
+Texts = list[tuple[list[int], list[int]]]
+
+
+def counts(tokens: list[list[int]]) -> Tensor:
+    return torch.stack([torch.tensor(each, dtype=torch.int64).bincount(minlength=VLLM_V) for each in tokens])
+
+
+def of_vllm(logits: Tensor, of_rows: Texts, given: list[dict[str, float]]) -> Tensor:
+    prompts, outputs = (counts([text[index] for text in of_rows]) for index in (0, 1))
+    off = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    repetition, frequency, presence = (
+        torch.tensor([{**off, **each}[name] for each in given], dtype=torch.float32)[:, None] for name in NAMES
+    )
+    logits = logits.clone()
+    penalties = torch.where((prompts > 0) | (outputs > 0), repetition, 1.0)
+    logits *= torch.where(logits > 0, 1.0 / penalties, penalties)
+    logits -= frequency * outputs
+    logits -= presence * (outputs > 0)
+    return logits
+
+
+def ours(logits: Tensor, of_rows: Texts, given: list[dict[str, Any]]) -> Tensor:
+    sampler = Sampler(VLLM_V, ROWS, backend="eager", history_len=64)
+    pairs = zip(given, of_rows, strict=True)
+    slots = [sampler.add_request(SamplingParams(seed=1, **each), *text) for each, text in pairs]
+    positions = torch.tensor([len(prompt) + len(output) for prompt, output in of_rows])
+    return sampler.edited_logits(sampler.plan(slots), logits, positions)
+
+
+@pytest.mark.parametrize("names", [*((name,) for name in NAMES), NAMES[1:], NAMES], ids="+".join)
+def test_penalties_are_those_of_vllm_to_the_bit(names):
+    """Of texts of few ids, some without prompt or without drawn tokens; what was not drawn stays as it is."""
+    source, lowered = random.Random(str(names)), 0
+    for turn in range(8):
+        lengths = [(source.randrange(20), source.randrange(30) if row % 4 else 0) for row in range(ROWS)]
+        of_rows = [tuple([source.randrange(IDS) for _ in range(length)] for length in each) for each in lengths]
+        given = [{name: source.choice(VALUES[name]) for name in names} for _ in range(ROWS)]
+        logits = 10.0 ** (turn - 2) * torch.randn(ROWS, VLLM_V)
+        logits[:, ::7] = -torch.inf
+        found, wanted = ours(logits, of_rows, given), of_vllm(logits, of_rows, given)
+        assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
+        assert torch.equal(found[:, IDS:], logits[:, IDS:])
+        lowered += int((found != logits).sum())
+    assert lowered > 200
