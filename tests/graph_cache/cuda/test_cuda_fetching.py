@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from graph_cache import BufferSpec, GraphCache, HostTable
-from tests.graph_cache.cuda.on_device import on_device, score
-from tests.graph_cache.recorded import SPECS, Scores, same_bits
+from tests.graph_cache.recorded import SPECS, Scores, on_device, same_bits, score
 
 pytestmark = pytest.mark.gpu
 

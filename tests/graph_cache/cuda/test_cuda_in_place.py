@@ -8,8 +8,7 @@ import torch
 
 from graph_cache import GraphCache, PinnedRing
 from graph_cache.addresses import Binding, tensor_at
-from tests.graph_cache.cuda.on_device import on_device, score
-from tests.graph_cache.recorded import SPECS, Scores, same_bits
+from tests.graph_cache.recorded import SPECS, Scores, on_device, same_bits, score
 
 pytestmark = pytest.mark.gpu
 

@@ -167,8 +167,3 @@ def test_an_input_that_brings_a_table_is_fetched() -> None:
     cache = GraphCache("cpu", [4], brings=("shift", HostTable(np.zeros(4, np.int32), 2, CPU)))
     with pytest.raises(ValueError, match=r"input 'shift' must be fetched to bring a table"):
         cache.register("score", Spied(), SPECS)
-
-
-def test_words_are_those_of_the_host_from_the_start() -> None:
-    words = np.arange(6, dtype=np.int32)
-    assert HostTable(words, 2, CPU).there.tolist() == [*range(6), 0]
