@@ -156,56 +156,39 @@ def test_check_notices_a_stale_text_and_writes_nothing(
     assert text_of(tmp_path) == "\n".join(SKELETONS)
     readme.main(arguments)
     assert readme.main([*arguments, "--check"]) == 0
+    for page in readme.pages(tmp_path)[:2]:
+        text = page.read_text()
+        page.write_text(text.replace(readme.NOT_MEASURED, "touched by hand", 1))
+        capsys.readouterr()
+        assert readme.main([*arguments, "--check"]) == 1
+        (complaint,) = capsys.readouterr().err.splitlines()
+        assert str(page) in complaint
+        page.write_text(text)
     store(tmp_path, bench=BENCH)
     assert readme.main([*arguments, "--check"]) == 1
 
 
-@pytest.mark.parametrize("page", [0, 1])
-def test_check_names_the_page_that_is_stale(
-    page: int, tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    readme.main(arguments)
-    path = readme.pages(tmp_path)[page]
-    path.write_text(path.read_text().replace(readme.NOT_MEASURED, "touched by hand", 1))
-    assert readme.main([*arguments, "--check"]) == 1
-    complaints = capsys.readouterr().err.splitlines()
-    assert len(complaints) == 1
-    assert str(path) in complaints[0]
+@pytest.mark.parametrize(
+    ("pages", "parts", "message"),
+    [
+        (["<!-- speed -->\n"], ["speed"], "<!-- /speed -->"),
+        (["<!-- speed -->\n<!-- /speed -->"] * 2, ["speed"], "<!-- /speed -->"),
+        (["<!-- sped -->\n<!-- /sped -->"], [], "<!-- sped --> is no generated part"),
+    ],
+    ids=["missing", "on two pages", "unknown"],
+)
+def test_markers_that_do_not_stand_once_are_named(pages: list[str], parts: list[str], message: str) -> None:
+    texts = {Path(f"{number}.md"): text for number, text in enumerate(pages)}
+    with pytest.raises(ValueError, match=message):
+        readme.rewritten(texts, dict.fromkeys(parts, "x"))
 
 
-def test_a_missing_marker_is_named() -> None:
-    with pytest.raises(ValueError, match="<!-- /speed -->"):
-        readme.rewritten({Path("README.md"): "<!-- speed -->\n"}, {"speed": "x"})
-
-
-def test_a_part_that_stands_on_two_pages_is_named() -> None:
-    text = "<!-- speed -->\n<!-- /speed -->"
-    with pytest.raises(ValueError, match="<!-- /speed -->"):
-        readme.rewritten({Path("README.md"): text, Path("docs/a.md"): text}, {"speed": "x"})
-
-
-def test_markers_of_an_unknown_part_are_named() -> None:
-    with pytest.raises(ValueError, match="<!-- sped --> is no generated part"):
-        readme.rewritten({Path("README.md"): "<!-- sped -->\n<!-- /sped -->"}, {})
-
-
-def test_the_dispatch_picture_names_every_mode() -> None:
+def test_the_dispatch_picture_names_and_reaches_every_mode() -> None:
     picture = readme.dispatch()
     modes = mode_table(151_936, "top_k")
     assert re.findall(r"<b>(.*)</b>", picture) == [mode.name for mode in modes]
     served = {readme.cheapest(modes, batch).name for batch in readme.BATCHES.values()}
     assert served == {mode.name for mode in modes}
-
-
-def test_the_requests_of_an_example_batch_that_are_alternatives_share_a_mode() -> None:
-    modes = mode_table(151_936, "top_k")
-    for label, batch in readme.BATCHES.items():
-        if " or " in label:
-            assert len({readme.cheapest(modes, [params]) for params in batch}) == 1
-
-
-def test_every_mode_is_reached_from_the_first_by_the_dotted_lines() -> None:
-    modes = mode_table(151_936, "top_k")
     reached = {modes[0]}
     for small, large in readme.next_larger(modes):
         assert small in reached

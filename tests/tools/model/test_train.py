@@ -48,13 +48,6 @@ def test_held_out_blocks_are_not_trained_on() -> None:
     assert not set(held_out.flatten().tolist()) & set(trained.tolist())
 
 
-def test_the_rate_rises_and_falls() -> None:
-    rates = [train.rate(step, 1000) for step in range(1001)]
-    assert rates[train.WARM_UP] == max(rates) == 1.0
-    assert rates[0] == 1 / train.WARM_UP
-    assert rates[-1] == pytest.approx(train.LAST_RATE)
-
-
 @pytest.mark.parametrize("name", train.CONFIGS)
 def test_what_is_stored_is_what_training_stores(name: str) -> None:
     config = train.CONFIGS[name]

@@ -92,8 +92,10 @@ def match(models: Models, sampler: Sampler, requests: Sequence[Request], name: s
     return engine.run(drafters(engine.drafter, sampler)[name], "match", requests, most)
 
 
-@pytest.mark.parametrize("most", [2, 21])
-@pytest.mark.parametrize("name", ["likeliest", "coupled", "independent", "look-up", "garbage", "ragged"])
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("likeliest", 21), ("coupled", 2), ("independent", 21), ("look-up", 2), ("garbage", 21), ("ragged", 2)],
+)
 def test_match_gives_the_text_without_drafts(
     models: Models, sampler: Sampler, requests: list[Request], reference: Decoded, name: str, most: int
 ) -> None:
@@ -211,13 +213,11 @@ def test_block_accepts_as_many_drafts_as_rejection_or_more(
     ("history", "drafts"),
     [
         ([], []),
-        ([1, 2], []),
         ([1, 2, 3, 1], []),
         ([1, 2, 3, 1, 2], [3, 1, 2]),
         ([1, 2, 3, 4, 5, 6, 1, 2], [3, 4, 5]),
         ([1, 2, 8, 9, 1, 2, 3, 1, 2], [3, 1, 2]),
         ([5, 5, 5, 5], [5]),
-        ([1, 2, 3, 2, 1], []),
     ],
 )
 def test_look_up_drafts_what_followed_the_latest_place(history: list[int], drafts: list[int]) -> None:
