@@ -20,7 +20,6 @@ from tools.bench.floors import Rates
 
 CPU, V = torch.device("cpu"), 1000
 TINY = ["--device", "cpu", "--backend", "eager", "--vocab", str(V)]
-CELL = Cell("greedy", "greedy", 8, 0, V, "float32", "peaked", 4.5, 1.25, "bytes", 2, 5.0, None, {"torch.argmax": 9.5})
 
 
 def batch_of(case: Case, requests: int) -> Batch:
@@ -93,15 +92,6 @@ def test_every_mode_serves_a_case() -> None:
     modes = mode_table(TARGET_VOCAB_SIZE, "top_k")
     served = [next(mode for mode in modes if uncovered(mode, case.params) is None) for case in CASES.values()]
     assert {mode.name for mode in served} == {mode.name for mode in modes}
-
-
-def test_targets_hold_for_what_they_were_set_for() -> None:
-    case = CASES["greedy"]
-    assert runs.target_of(case, (8, 0, TARGET_VOCAB_SIZE, "float32", "peaked"), []) == 5
-    assert runs.target_of(case, (8, 0, TARGET_VOCAB_SIZE, "float32", "flat"), []) is None
-    assert runs.target_of(case, (8, 0, V, "float32", "peaked"), []) is None
-    assert runs.target_of(case, (8, 0, V, "bfloat16", "peaked"), [CELL]) == CELL.us
-    assert runs.target_of(case, (1, 0, V, "bfloat16", "peaked"), [CELL]) is None
 
 
 @pytest.mark.full

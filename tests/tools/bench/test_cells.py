@@ -15,7 +15,6 @@ from tools.bench.cells import (
     Peers,
     cells_of,
     content_of,
-    line_of,
     merged,
     stored,
     stored_peers,
@@ -87,13 +86,3 @@ def test_cells_survive_the_file_where_a_later_run_replaces_them_unless_it_is_of_
     assert merged(stored(str(path), ENVIRONMENT), [newer]) == [other, newer]
     with pytest.raises(ValueError, match="same commit"):
         stored(str(path), ENVIRONMENT | {"commit": "y"})
-
-
-def test_lines_and_tables_say_what_binds_and_whether_the_target_is_met() -> None:
-    assert "4.5 us (3.6 x the floor of 1.2, bytes), target 5.0 met" in line_of(MEASURED)
-    assert "missed" in line_of(dataclasses.replace(MEASURED, target_us=4.4))
-    verified = dataclasses.replace(MEASURED, num_drafts=3)
-    tables = tables_of(
-        [MEASURED, dataclasses.replace(MEASURED, vocab=2), verified, dataclasses.replace(MEASURED, rows=1)]
-    )
-    assert [table.row_count for table in tables] == [4, 2, 2]

@@ -27,7 +27,6 @@ from tools.bench.floors import (
     Work,
     chain_of,
     floor,
-    known_bytes_per_us,
     work_of,
 )
 
@@ -71,18 +70,6 @@ def test_draft_probabilities_are_read_too_and_only_final_rows_are_drawn_from() -
 
 
 @pytest.mark.parametrize(
-    ("name", "known"),
-    [
-        ("NVIDIA H200", 4.8e6),
-        ("NVIDIA GH200 480GB", None),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-    ],
-)
-def test_bandwidths_are_of_whole_gpus_of_that_name(name: str, known: float | None) -> None:
-    assert known_bytes_per_us(name) == known
-
-
-@pytest.mark.parametrize(
     ("name", "chain"),
     [
         ("greedy", Chain(2)),
@@ -113,26 +100,20 @@ def test_counted_kernels_are_of_stages_that_the_tuning_declares() -> None:
     assert tuning_of(race_top_k).num_kernels == 4
 
 
-def test_of_chains_side_by_side_the_longer_counts() -> None:
+def test_of_chains_side_by_side_the_longer_counts_with_its_instructions() -> None:
+    packed = torch.arange(5)[None]
+
     def step(run: Run) -> None:
         def chain(length: int) -> int:
             return sum(run(int) for _ in range(length))
 
         run(int)
-        assert overlap(run, torch.device("cpu"), lambda: chain(3), lambda: chain(2)) == (0, 0)
-        overlap(run, torch.device("cpu"), lambda: chain(1), lambda: chain(4))
-
-    assert chain_of(step) == Chain(1 + 3 + 4)
-
-
-def test_instructions_of_the_longer_chain_count() -> None:
-    packed = torch.arange(5)[None]
-
-    def step(run: Run) -> None:
+        assert overlap(run, packed.device, lambda: chain(3), lambda: chain(2)) == (0, 0)
+        overlap(run, packed.device, lambda: chain(1), lambda: chain(4))
         overlap(run, packed.device, lambda: run(choose, packed, count=2), lambda: [run(int), run(int)])
         overlap(run, packed.device, lambda: [run(int), run(choose, packed, count=2)], lambda: run(int))
 
-    assert chain_of(step) == Chain(4, SMALL["choose", None])
+    assert chain_of(step) == Chain(1 + 3 + 4 + 2 + 2, SMALL["choose", None])
 
 
 @pytest.mark.gpu

@@ -1,19 +1,15 @@
 """The host's part of a step: calls that take turns, the table, and on a GPU what a step asks of the driver."""
 
 import itertools
-import json
 
 import pytest
 import torch
 
 from compiled_sampler import Sampler
 from tools.bench import __main__ as bench
-from tools.bench import host, python_alone
+from tools.bench import python_alone
 from tools.bench.host import (
-    ALONE,
     COPY,
-    IN_STEP,
-    LAUNCH,
     ROUND,
     asked_of_the_driver,
     bare_calls,
@@ -29,7 +25,6 @@ ASKED = {
     "one request leaves, another comes": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
 }
 """What a step of tensors that came back asks for: a launch for new ``out``, and no copy."""
-BARE_US = {(COPY, ALONE): 1, (LAUNCH, ALONE): 2, (COPY, IN_STEP): 5, (LAUNCH, IN_STEP): 7}
 VERIFIED = "verify, new ragged plan", "verify, other drafts of a plan", "3 drafts, verify, kept plan"
 
 
@@ -57,34 +52,6 @@ def test_the_bare_calls_of_the_floor_are_one_copy_and_one_launch():
         bare()
         found = asked_of_the_driver(bare)
         assert (found["copies"], found["graphs"], found["launches"]) == ((1, 0, 0) if call == COPY else (0, 1, 0))
-
-
-def test_all_steps_of_a_size_are_stored_beside_a_floor_that_took_turns_with_them(monkeypatch, tmp_path):
-    def of_the_cpu(vocab_size: int, slots: int, device: torch.device, **options: object) -> Sampler:
-        return python_alone.replaying_nothing(Sampler(vocab_size, slots, device, backend="eager", **options))
-
-    steps_by_size, cpu = host.steps_by_size, torch.device("cpu")
-    bare = {(call, where): lambda us=us: 1000 * us for (call, where), us in BARE_US.items()}
-    replaced = {
-        "Sampler": of_the_cpu,
-        "steps_by_size": lambda batches, verified, vocab_size, _: steps_by_size(batches, verified, vocab_size, cpu),
-        "bare_calls": lambda device: bare,
-        "asked_of_the_driver": lambda step: dict.fromkeys((*host._ASKED, "allocations"), 0.0),
-        "floors_us": lambda device, seconds: {"copy": 1.0},
-        "environment": lambda device: {"device": "none"},
-        "_SECONDS": 0.0,
-    }
-    for name, value in replaced.items():
-        monkeypatch.setattr(host, name, value)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    host.run([2], [2, 3], 500, str(tmp_path / "host.json"))
-    stored = json.loads((tmp_path / "host.json").read_text())
-    assert stored["floors"] == {"copy": 1.0}
-    names = {rows: {cell["step"] for cell in stored["table"] if cell["rows"] == rows} for rows in (2, 3)}
-    assert names[2] == {*ASKED, *VERIFIED, COPY, LAUNCH, "torch, softmax + multinomial"}
-    assert names[3] == {*VERIFIED, COPY, LAUNCH}
-    assert all((each["floor_us"], each["floor_in_step_us"]) == (3.0, 12.0) for each in stored["table"])
-    assert all(0.0 < each["low_us"] <= each["us"] for each in stored["table"])
 
 
 def test_on_a_cpu_every_step_replays_a_variant_that_came_back(monkeypatch, capsys):

@@ -20,10 +20,8 @@ from tools.toy_engine.speculation import (
     Pairing,
     Speculated,
     SpeculativeEngine,
-    finished_stream,
     make_batch,
     pairings,
-    rows_of,
 )
 
 NUM_SLOTS = 32
@@ -222,30 +220,6 @@ def test_block_accepts_as_many_drafts_as_rejection_or_more(
 )
 def test_look_up_drafts_what_followed_the_latest_place(history: list[int], drafts: list[int]) -> None:
     assert look_up(history, WIDTH) == drafts
-
-
-def test_rows_stand_behind_the_drafts_of_their_request(sampler: Sampler) -> None:
-    slots = [sampler.add_request(SamplingParams(seed=0)) for _ in range(3)][::-1]
-    batch = make_batch(sampler, list(zip(slots, [[8, 9], [7], [5, 6, 7]], strict=True)))
-    drafts = Drafts(torch.tensor([[1, 2, 3], [-1, -1, -1], [4, 99, -1]]), (3, 0, 2))
-    found = [each.tolist() for each in rows_of(batch, drafts, 50)]
-    assert found == [[*[slots[0]] * 4, slots[1], *[slots[2]] * 3], [1, 2, 3, 4, 0, 2, 3, 4], [9, 1, 2, 3, 7, 7, 4, 49]]
-
-
-def test_a_stream_ends_in_the_middle_of_a_step() -> None:
-    request = Request(0, (5, END_ID), SamplingParams(seed=0), max_tokens=3)
-    assert finished_stream(request, [5, END_ID, 6, 7]) is None
-    assert finished_stream(request, [5, END_ID, 6, 7, 8, 9]) == [6, 7, 8]
-    assert finished_stream(request, [5, END_ID, 6, END_ID, 8]) == [6, END_ID]
-    assert finished_stream(request, [5, END_ID, 6, 7, 8, END_ID]) == [6, 7, 8]
-
-
-def test_counts_of_a_step_fall_in_their_places() -> None:
-    result = Speculated()
-    result.count((3, 0, 2), [3, 0, 1])
-    result.count((1, 3), [0, 2])
-    assert (result.drafted, result.accepted, result.verifications) == ([4, 3, 2], [3, 2, 1], 5)
-    assert result.tokens_per_step == 1 + 6 / 5
 
 
 @pytest.mark.gpu
