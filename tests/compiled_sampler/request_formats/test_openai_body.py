@@ -117,7 +117,6 @@ def test_what_asks_for_nothing_is_taken() -> None:
     body = {
         **dict.fromkeys(no.split(), False),
         **dict.fromkeys(yes.split(), True),
-        **{"stop": [], "stop_token_ids": [], "bad_words": []},
         **dict.fromkeys(("structured_outputs", "repetition_detection"), None),
         **dict.fromkeys(("min_tokens", "top_logprobs", "priority", "routed_experts_prompt_start", "top_k"), 0),
         "n": 1,

@@ -90,14 +90,6 @@ def test_a_batch_has_the_same_bits_in_every_bucket(cache: GraphCache) -> None:
     assert cache.statistics().coverage == {f"score rows=2 -> score[{bucket}]": 1 for bucket in (2, 4, 8)}
 
 
-def test_wide_and_strided_inputs_equal_direct_calls(cache: GraphCache) -> None:
-    tensors = on_device(3, width=9)
-    tensors["scale"] = torch.rand(3, 2, device="cuda")[:, 1]
-    wanted = score(**{**tensors, "logits": tensors["logits"][:, :5]})
-    assert same_bits(cache.run("score", tensors), wanted)
-    assert cache.statistics().replays == 1
-
-
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_a_replay_into_out_neither_allocates_nor_waits(cache: GraphCache, no_sync: Callable[[str], None]) -> None:
     tensors = {rows: on_device(rows) for rows in ROWS}

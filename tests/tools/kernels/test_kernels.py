@@ -90,24 +90,6 @@ def benchmark_compiled_module(args, times=10, repeat=10):
     triton_per_fused_amax_0.run(args)
 """
 
-CPP_CODE = """
-cpp_fused_add_0 = async_compile.cpp_pybinding(['const float*', 'float*', 'float*', 'const int64_t'], r'''
-#include <torch/csrc/inductor/cpp_prefix.h>
-extern "C"  void  kernel(const float* in_ptr0,
-                       float* in_out_ptr0,
-                       float* out_ptr0,
-                       const int64_t ks0)
-{
-    if (x) { aten.nothing(); }
-}
-''')
-async_compile.wait(globals())
-def call(args):
-    cpp_fused_add_0(arg0_1, buf0, buf1, s0)
-    return (buf1, )
-"""
-
-
 MATCH, REJECTION = Verification("match", 3), Verification("rejection", 3, "probabilities")
 STEPS = [
     *((mode, 64, None, pinned) for mode, pinned in PINNED.items()),
@@ -289,19 +271,10 @@ def test_triton_source_is_read():
     assert list(fallbacks(TRITON_CODE)) == ["torch.ops.aten.sort.stable", "extern_kernels.mm", "aten.index_put_"]
 
 
-def test_cpp_source_is_read():
-    (kernel,) = kernels(CPP_CODE)
-    assert kernel == Kernel("cpp_fused_add_0", "cpp", ("in_ptr0", "in_out_ptr0", "out_ptr0", "ks0"), {}, {})
-    assert launches(CPP_CODE) == {kernel.name: 1}
-    assert not fallbacks(CPP_CODE)
-
-
 def test_a_gathered_argument_counts_a_load_for_each_point():
     (kernel,) = kernels(TRITON_CODE)
     rows, table, sums = torch.zeros(2, 300), torch.zeros(1000), torch.zeros(2)
     assert moved_bytes(kernel, (rows, table, sums, sums, 2, 300)) == (4 * (600 + 600 + 2), 4 * (2 + 2))
-    (whole,) = kernels(CPP_CODE)
-    assert moved_bytes(whole, (table, sums, sums, 2)) == (4 * (1000 + 2), 4 * (2 + 2))
 
 
 def test_a_source_without_kernels_has_none():
