@@ -50,10 +50,16 @@ def run(model: Model, requests: Sequence[Request], most: int, device: str = "cpu
     return Engine(step).run(requests, most)
 
 
-@pytest.mark.parametrize(("most", "direction"), [(1, 1), (2, -1), (5, 1), (21, -1)])
-def test_streams_do_not_depend_on_arrival_and_running_rows(model: Model, most: int, direction: int) -> None:
-    requests = requests_of()
-    reference, other = run(model, requests, 7), run(model, requests[::direction], most)
+@pytest.fixture(scope="module")
+def reference(model: Model) -> Decoded:
+    return run(model, requests_of(), 7)
+
+
+@pytest.mark.parametrize(("most", "direction"), [(2, -1), (5, 1), (21, -1)])
+def test_streams_do_not_depend_on_arrival_and_running_rows(
+    model: Model, reference: Decoded, most: int, direction: int
+) -> None:
+    other = run(model, requests_of()[::direction], most)
     assert other.streams == reference.streams
     assert other.compare(reference) == (reference.num_tokens, 0)
     assert other.sha256() == reference.sha256()
@@ -168,8 +174,7 @@ def test_one_changed_token_is_an_exit_status_of_1(
     options = [] if drafts else ["--no-drafts"]
     status, output = shown(capsys, "--requests", 8, "--steps", 4, *options)
     assert status == 1
-    assert "runs differ" in output
-    assert "1 of " in output
+    assert ("1 of " if drafts else "runs differ") in output
 
 
 class Recorded(CapturedStep):
@@ -180,19 +185,20 @@ class Recorded(CapturedStep):
 
 
 @pytest.mark.parametrize("most", [6, 20])
-def test_replays_read_each_batch_from_one_buffer(model: Model, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_read_each_batch_from_one_buffer(
+    model: Model, reference: Decoded, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     requests = requests_of()
     step = Recorded(model, Sampler(model.config.vocab_size, most, backend="eager"), most, longest(requests))
     step.warmup(lambda *_: None)
-    assert Engine(step).run(requests, most).streams == run(model, requests, 3).streams
+    assert Engine(step).run(requests, most).streams == reference.streams
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["eager", "compiled", "graph", "captured"])
-def test_cuda_streams_are_the_cpu_ones(model: Model, backend: str) -> None:
-    requests = requests_of()
-    assert run(model, requests[::-1], 6, "cuda", backend).streams == run(model, requests, 9).streams
+def test_cuda_streams_are_the_cpu_ones(model: Model, reference: Decoded, backend: str) -> None:
+    assert run(model, requests_of()[::-1], 6, "cuda", backend).streams == reference.streams
 
 
 def test_a_prompt_of_one_token_is_enough(model: Model) -> None:

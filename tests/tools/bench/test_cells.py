@@ -83,6 +83,6 @@ def test_cells_survive_the_file_where_a_later_run_replaces_them_unless_it_is_of_
     path.write_text(json.dumps(content))
     assert stored(str(path), ENVIRONMENT) == cells_of(content) == [MEASURED, other]
     newer = dataclasses.replace(MEASURED, us=4.0)
-    assert merged(stored(str(path), ENVIRONMENT), [newer]) == [other, newer]
+    assert merged(stored(str(path), ENVIRONMENT), [newer]) == [newer, other]
     with pytest.raises(ValueError, match="same commit"):
         stored(str(path), ENVIRONMENT | {"commit": "y"})

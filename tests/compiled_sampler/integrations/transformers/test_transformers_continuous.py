@@ -21,8 +21,7 @@ from compiled_sampler.integrations.transformers.continuous_batching import gener
 from compiled_sampler.integrations.transformers.continuous_batching.processors import SeededProcessors
 from compiled_sampler.integrations.transformers.continuous_batching.runner import SeededRunner, drawn_positions
 from compiled_sampler.scalars import as_int64
-from tests.engines.continuous_cases import LAWS, PROMPTS, SEEDS, batched, cache_of, config_of, generated
-from tests.engines.tiny_models import tiny_model
+from tests.engines.tiny_models import LAWS, PROMPTS, SEEDS, batched, cache_of, config_of, generated, tiny_model
 
 pytestmark = pytest.mark.full
 

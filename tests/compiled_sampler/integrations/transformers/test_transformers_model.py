@@ -46,7 +46,7 @@ def test_logits_are_those_of_a_llama_of_transformers(name: str) -> None:
 
 def test_generate_and_continuous_batching_draw_the_same_text() -> None:
     from compiled_sampler.integrations.transformers.continuous_batching import generate_batch
-    from tests.engines.continuous_cases import cache_of, config_of
+    from tests.engines.tiny_models import cache_of, config_of
 
     model, tokenizer = theirs("target"), Tokenizer(FOLDER / "tokenizer.json")
     prompts = [tokenizer.encode(text)[:9] for text in corpus.paragraphs(corpus.documents())[:40:10]]
