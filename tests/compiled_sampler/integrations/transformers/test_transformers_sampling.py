@@ -72,16 +72,6 @@ def test_tokens_are_those_of_a_loop_without_cache_that_draws_by_the_definition(f
         assert row == slowly(model, prompt, params, 12)
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_a_prompt_draws_the_same_alone_and_in_padded_batches_of_any_order(model: Any, law: str) -> None:
-    together = continuations(run(model, PROMPTS, SEEDS, **LAWS[law]), PROMPTS)
-    turned = [2, 0, 1]
-    others, seeds = [PROMPTS[n] for n in turned], [SEEDS[n] for n in turned]
-    assert continuations(run(model, others, seeds, **LAWS[law]), others) == [together[n] for n in turned]
-    for prompt, seed, row in zip(PROMPTS, SEEDS, together, strict=True):
-        assert continuations(run(model, [prompt], [seed], **LAWS[law]), [prompt]) == [row]
-
-
 @pytest.mark.parametrize(
     ("family", "vocab_size", "backend"),
     [("Qwen3", 151_936, "auto"), ("Llama", 128_256, "eager"), ("Gemma", 262_144, "eager")],
