@@ -16,9 +16,15 @@ def spied() -> Spied:
 
 
 @pytest.fixture
-def cache(spied: Spied) -> GraphCache:
+def backend() -> RecordingBackend:
+    """The backend of ``cache``."""
+    return RecordingBackend()
+
+
+@pytest.fixture
+def cache(spied: Spied, backend: RecordingBackend) -> GraphCache:
     """Recorded in all buckets; tests of a real device have their own."""
-    made = cache_of(spied, RecordingBackend())
+    made = cache_of(spied, backend)
     made.warmup()
     return made
 

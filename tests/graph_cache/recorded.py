@@ -110,3 +110,14 @@ def same_bits(left: Scores, right: Scores) -> bool:
     return type(left) is type(right) is Scores and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True)
     )
+
+
+def score(logits: Tensor, scale: Tensor, shift: Tensor) -> Scores:
+    """Several kernels with intermediates in the pool."""
+    scaled = (logits * scale[:, None]).exp().log1p() * 3.0 + logits.amax(-1, keepdim=True)
+    return Scores(scaled.argmax(-1) + shift, scaled)
+
+
+def on_device(rows: int, width: int = 5) -> dict[str, Tensor]:
+    """The same on the CUDA device."""
+    return {name: tensor.cuda() for name, tensor in batch(rows, width).items()}

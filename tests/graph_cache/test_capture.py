@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from graph_cache import CaptureError, VariantKey
+from graph_cache import CaptureError, GraphCache, VariantKey
 from graph_cache.capture import uncollected
 from tests.graph_cache.recorded import (
     SPECS,
@@ -19,89 +19,60 @@ from tests.graph_cache.recorded import (
 )
 
 
-def test_warmup_captures_the_largest_bucket_of_every_callable_first_and_reports_each() -> None:
-    cache = cache_of(Spied(), RecordingBackend())
+def test_warmup_captures_the_largest_bucket_of_every_callable_first_and_keeps_what_is_prepared(
+    backend: RecordingBackend,
+) -> None:
+    cache = cache_of(Spied(), backend)
     cache.register("again", Spied(), SPECS)
     reports: list[tuple[int, int, str]] = []
     cache.warmup(buckets=[2, 8], progress=lambda *report: reports.append(report))
     labels = ["score[8]", "again[8]", "score[2]", "again[2]"]
     assert reports == [(done, 4, label) for done, label in enumerate(labels, start=1)]
     assert [str(key) for key in cache.prepared()] == labels
+    for _ in range(2):
+        cache.warmup(names=["again"])
+    assert [str(key) for key in cache.prepared()] == [*labels, "again[4]"]
+    assert cache.statistics().captures == backend.num_captures == 5
 
 
-def test_warmup_keeps_what_is_prepared() -> None:
-    backend = RecordingBackend()
-    cache = cache_of(Spied(), backend)
-    cache.warmup(buckets=[4])
+def test_the_callable_runs_twice_before_its_capture_on_the_inputs_of_the_capture(spied: Spied) -> None:
+    cache = cache_of(spied, RecordingBackend())
     cache.warmup()
-    cache.warmup()
-    assert backend.num_captures == 3
-    assert cache.statistics().captures == 3
+    assert [each["logits"].shape for each in spied.tensors] == [(rows, 5) for rows in (8, 4, 2) for _ in range(3)]
+    pointers = {each["logits"].data_ptr() for each in spied.tensors}
+    assert pointers == {cache.input_buffer("logits").data_ptr()}
 
 
-def test_warmup_takes_only_the_named_callables() -> None:
+def test_variants_and_callables_with_results_of_one_layout_share_buffers_of_the_largest_bucket() -> None:
     cache = cache_of(Spied(), RecordingBackend())
-    cache.register("again", Spied(), SPECS)
-    cache.warmup(names=["again"])
-    assert cache.prepared() == [VariantKey("again", rows) for rows in (8, 4, 2)]
-
-
-def test_the_callable_runs_twice_before_its_capture_on_the_inputs_of_the_capture() -> None:
-    spied = Spied()
-    cache_of(spied, RecordingBackend(), buckets=(4,)).warmup()
-    assert len(spied.tensors) == 3
-    assert {each["logits"].data_ptr() for each in spied.tensors} == {spied.tensors[0]["logits"].data_ptr()}
-    assert all(each["logits"].shape == (4, 5) for each in spied.tensors)
-
-
-def test_memory_of_the_buffers_does_not_grow_with_the_variants() -> None:
-    cache = cache_of(Spied(), RecordingBackend())
-    cache.warmup(buckets=[8])
-    one = cache.statistics().buffer_bytes
-    cache.warmup()
-    assert cache.statistics().buffer_bytes == one == 8 * (5 * 4 + 4 + 8) + 8 * (8 + 5 * 4)
-
-
-def test_callables_with_results_of_one_layout_share_the_buffers_and_keep_their_results_apart() -> None:
-    cache = cache_of(Spied(), RecordingBackend())
-    cache.warmup()
-    one = cache.statistics().buffer_bytes
     cache.register("again", lambda **tensors: expected(tensors | {"scale": tensors["scale"] * 2.0}), SPECS)
-    cache.warmup()
-    assert cache.statistics().buffer_bytes == one
-    tensors = batch(3)
-    found, again = cache.run("score", tensors), cache.run("again", tensors)
-    assert same_bits(found, expected(tensors))
-    assert same_bits(again, expected(tensors | {"scale": tensors["scale"] * 2.0}))
-
-
-def test_buffers_have_the_largest_bucket_even_when_a_smaller_one_is_prepared_first() -> None:
-    cache = cache_of(Spied(), RecordingBackend())
-    cache.warmup(buckets=[2])
-    cache.warmup(buckets=[8])
+    for names, buckets in ((["score"], [2]), (["score"], None), (None, None)):
+        cache.warmup(names=names, buckets=buckets)
+        assert cache.statistics().buffer_bytes == 8 * (5 * 4 + 4 + 8) + 8 * (8 + 5 * 4)
     tensors = batch(7)
-    assert same_bits(cache.run("score", tensors), expected(tensors))
-    assert cache.statistics().replays == 1
+    results, again = cache.run("score", tensors), cache.run("again", tensors)
+    assert same_bits(results, expected(tensors))
+    assert same_bits(again, expected(tensors | {"scale": tensors["scale"] * 2.0}))
+    assert cache.statistics().replays == 2
 
 
-def test_a_failed_capture_names_the_variant_chains_its_cause_and_leaves_the_others() -> None:
-    backend = RecordingBackend()
+def test_a_failed_capture_names_the_variant_leaves_the_others_and_is_tried_again(backend: RecordingBackend) -> None:
     cache = cache_of(Spied(), backend)
+    cause, tensors = RuntimeError("operation not permitted"), batch(3)
     cache.warmup(buckets=[8])
-    cause = RuntimeError("operation not permitted")
     backend.failures = [cause]
     with pytest.raises(CaptureError, match=r"score\[4\] could not be captured: RuntimeError: operation not") as caught:
         cache.warmup()
     assert (caught.value.name, caught.value.bucket, caught.value.__cause__) == ("score", 4, cause)
     assert cache.prepared() == [VariantKey("score", 8)]
-    tensors = batch(3)
     assert same_bits(cache.run("score", tensors), expected(tensors))
-    assert cache.statistics().coverage == {"score rows=3 -> score[8]": 1}
+    cache.warmup()
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert cache.statistics().coverage == {f"score rows=3 -> score[{bucket}]": 1 for bucket in (8, 4)}
 
 
-def test_captures_are_counted_as_they_are_made_also_before_one_that_fails() -> None:
-    backend, counted = RecordingBackend(), []
-    cache = cache_of(Spied(), backend)
+def test_captures_are_counted_as_they_are_made_also_before_one_that_fails(backend: RecordingBackend) -> None:
+    cache, counted = cache_of(Spied(), backend), []
 
     def report(done: int, total: int, label: str) -> None:
         counted.append(cache.statistics().captures)
@@ -111,20 +82,6 @@ def test_captures_are_counted_as_they_are_made_also_before_one_that_fails() -> N
         cache.warmup(progress=report)
     assert counted == [1, 2]
     assert cache.statistics().captures == 2
-
-
-def test_a_later_warmup_tries_a_failed_capture_again() -> None:
-    backend = RecordingBackend()
-    cache = cache_of(Spied(), backend)
-    backend.failures = [RuntimeError("once")]
-    with pytest.raises(CaptureError):
-        cache.warmup()
-    assert cache.prepared() == []
-    cache.warmup()
-    assert [key.rows for key in cache.prepared()] == [8, 4, 2]
-    assert cache.statistics().captures == 3
-    tensors = batch(3)
-    assert same_bits(cache.run("score", tensors), expected(tensors))
 
 
 @pytest.mark.parametrize(
@@ -146,17 +103,13 @@ def test_a_callable_that_returns_no_rows_of_tensors_is_not_captured(result: obje
         cache.run("score", batch(2))
 
 
-def test_warmup_inside_an_outer_capture_is_refused() -> None:
-    backend = RecordingBackend()
-    cache = cache_of(Spied(), backend)
+def test_a_capture_inside_an_outer_one_is_refused(cache: GraphCache, backend: RecordingBackend) -> None:
     backend.outer = True
     with pytest.raises(RuntimeError, match="inside a capture"):
         cache.warmup()
 
 
-def test_an_evicted_variant_serves_no_more_and_can_be_prepared_again() -> None:
-    cache = cache_of(Spied(), RecordingBackend())
-    cache.warmup()
+def test_an_evicted_variant_serves_no_more_and_can_be_prepared_again(cache: GraphCache) -> None:
     tensors = batch(3)
     cache.run("score", tensors)
     assert cache.evict(rows=4) == 1
@@ -167,8 +120,9 @@ def test_an_evicted_variant_serves_no_more_and_can_be_prepared_again() -> None:
     assert cache.statistics().evictions == 1
 
 
-def test_eviction_removes_what_meets_every_condition() -> None:
-    cache = cache_of(Spied(), RecordingBackend())
+def test_eviction_removes_what_meets_every_condition_and_gives_the_pool_back_with_the_last(
+    cache: GraphCache, backend: RecordingBackend
+) -> None:
     cache.register("again", Spied(), SPECS)
     cache.warmup()
     assert cache.evict("again", rows=4) == 1
@@ -176,32 +130,21 @@ def test_eviction_removes_what_meets_every_condition() -> None:
     assert cache.evict("again") == 2
     assert cache.evict(rows=8) == 1
     assert cache.prepared() == [VariantKey("score", 4), VariantKey("score", 2)]
+    assert backend.num_resets == 0
     assert cache.evict() == 2
     assert cache.prepared() == []
-
-
-def test_the_pool_is_given_back_with_the_last_variant_only() -> None:
-    backend = RecordingBackend()
-    cache = cache_of(Spied(), backend)
-    cache.warmup()
-    cache.evict(rows=4)
-    assert backend.num_resets == 0
-    cache.evict()
     assert backend.num_resets == 1
 
 
-def test_statistics_count_runs_and_a_reset_keeps_the_variants() -> None:
-    cache = cache_of(Spied(), RecordingBackend())
-    cache.warmup()
+def test_statistics_count_runs_that_are_served_and_a_reset_keeps_the_variants(cache: GraphCache) -> None:
     for rows in (1, 3, 3, 9):
         cache.run("score", batch(rows))
+    with pytest.raises(TypeError):
+        cache.run("score", batch(3), out=Scores(torch.zeros(3), torch.zeros(3, 5)))
     statistics = cache.statistics()
     assert (statistics.variants, statistics.captures, statistics.replays, statistics.direct_runs) == (3, 3, 3, 1)
-    assert statistics.coverage == {
-        "score rows=1 -> score[2]": 1,
-        "score rows=3 -> score[4]": 2,
-        "score rows=9 -> direct": 1,
-    }
+    served = {"rows=1 -> score[2]": 1, "rows=3 -> score[4]": 2, "rows=9 -> direct": 1}
+    assert statistics.coverage == {f"score {name}": count for name, count in served.items()}
     assert statistics.pool_bytes == 3000
     assert cache.statistics() == statistics
     cache.reset_statistics()
@@ -210,14 +153,6 @@ def test_statistics_count_runs_and_a_reset_keeps_the_variants() -> None:
     assert cleared.coverage == cleared.fallbacks == {}
     cache.run("score", batch(3))
     assert cache.statistics().coverage == {"score rows=3 -> score[4]": 1}
-
-
-def test_a_run_that_is_refused_is_not_counted() -> None:
-    cache = cache_of(Spied(), RecordingBackend())
-    cache.warmup()
-    with pytest.raises(TypeError):
-        cache.run("score", batch(3), out=Scores(torch.zeros(3), torch.zeros(3, 5)))
-    assert cache.statistics().replays == 0
 
 
 @pytest.mark.parametrize("before", [True, False])

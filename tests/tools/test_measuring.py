@@ -1,9 +1,10 @@
-"""Generated logits have the shape that their name says."""
+"""Generated logits have the shape that their name says, and timed inputs exceed the cache."""
 
 import pytest
 import torch
 
-from tools.measuring import DISTRIBUTIONS, logits_like
+from tools.bench.cases import TARGET_VOCAB_SIZE
+from tools.measuring import DISTRIBUTIONS, ROTATED_BYTES, logits_like, num_inputs, num_rounds, repeats_for
 
 CPU = torch.device("cpu")
 
@@ -41,3 +42,15 @@ def test_logits_depend_on_the_seed_alone(distribution: str) -> None:
 def test_an_unknown_distribution_is_named() -> None:
     with pytest.raises(ValueError, match="'spiky'"):
         logits_like("spiky", 1, 10, CPU, torch.float32)
+
+
+def test_inputs_exceed_the_cache_and_calls_exceed_the_launch() -> None:
+    cuda = torch.device("cuda")
+    for rows in (1, 8, 32, 128, 512):
+        size = rows * TARGET_VOCAB_SIZE * 4
+        count = num_inputs(size, cuda)
+        assert count * size >= ROTATED_BYTES
+        assert count >= 2
+        assert count * num_rounds(count, cuda) >= 16
+    assert num_inputs(1, cuda) == 1024
+    assert (repeats_for(1.0), repeats_for(1.0, 51), repeats_for(1e9, 51)) == (7, 51, 3)

@@ -28,64 +28,6 @@ def cell(case: str, rows: int, us: float) -> dict[str, object]:
 
 
 BENCH = {**ENVIRONMENT, "table": [cell("greedy", 8, 4.5), cell("greedy", 1, 2.04), cell("p .9", 8, 30.0)]}
-BENCH_VERIFY = {**ENVIRONMENT, "table": [{**cell("match", 8, 7.5), "num_drafts": 3}]}
-BENCH_CPU = {**ENVIRONMENT, "table": [{"case": "greedy", "rows": 8, "us": 250.2, "eager_us": 1000.4}]}
-
-
-def compared_run(question: str, path: str, compared: int) -> dict[str, object]:
-    made = {
-        "target": "ours-compiled",
-        "device": "Some GPU",
-        "versions": {"torch": "2.0", "commit": "abc123"},
-        "date": "2020",
-        "command": "python -m x",
-    }
-    return {
-        **made,
-        "results": [{"question": question, "counts": [{"path": path, "compared": compared, "mismatches": 0}]}],
-    }
-
-
-DETERMINISM = compared_run("determinism.paths", "compiled CPU", 12345)
-STREAMS = compared_run("verification.paths", "match, replayed", 54321)
-HOST = {
-    **ENVIRONMENT,
-    "table": [
-        {"step": step, "requests": "mixed", "rows": rows, "us": 10.4 + rows}
-        for step in ("kept plan", "bare copy")
-        for rows in (8, 128)
-    ],
-}
-
-
-def conformance_run(target: str, outcome: str, detail: str) -> dict[str, object]:
-    result = {"question": "law.top_k", "outcome": outcome, "power": "total variation 1%", "detail": detail}
-    made = {"device": "cpu", "versions": {"torch": "2.0"}, "command": "python -m run"}
-    return {"target": target, **made, "results": [{**result, "seconds": 1.0, "repeat": "python -m repeat"}]}
-
-
-CONFORMANCE = {"runs": [conformance_run("a", "passed", "3 laws"), conformance_run("b", "failed", "token 3 came")]}
-CONTINUOUS_BATCHING = {
-    **ENVIRONMENT,
-    "transformers": "5.0",
-    "table": [
-        {
-            "case": "greedy",
-            "rows": 8,
-            "ours": {"tokens_per_s": 2000.0, "step_us": 500.0},
-            "stock": {"tokens_per_s": 1000.0, "step_us": 1000.0},
-        }
-    ],
-}
-
-ADDED = {
-    **ENVIRONMENT,
-    "dtype": "float32",
-    "table": [
-        {"case": case, "addition": name, "rows": 128, "us": 20.0 + us, "over_us": us}
-        for case, name, us in (("greedy", "nothing", 0.0), ("p .9", "nothing", 5.0), ("greedy", "mask", 3.25))
-    ],
-}
 
 
 @pytest.fixture
@@ -105,47 +47,15 @@ def store(folder: Path, **results: object) -> None:
         (folder / f"{name}.json").write_text(json.dumps(content))
 
 
-def test_regenerates_every_part_from_the_results_files(tmp_path: Path, arguments: list[str]) -> None:
-    measured = {"bench": BENCH, "bench_cpu": BENCH_CPU, "determinism": DETERMINISM}
-    store(
-        tmp_path,
-        **measured,
-        bench_verify=BENCH_VERIFY,
-        streams=STREAMS,
-        host=HOST,
-        edits_h100=ADDED,
-        logprobs_h100=ADDED,
-        conformance=CONFORMANCE,
-        continuous_batching=CONTINUOUS_BATCHING,
-    )
-    assert readme.main(arguments) == 0
-    text = text_of(tmp_path)
-    assert "| kept plan, mixed | 18 | 138 |" in text
-    for line in (
-        "| greedy | 2.0 / 6.5 | 4.5 / 8.9 |",
-        "| greedy | 8 | 250 | 1000 | 4.0 |",
-        "| compiled CPU | 12,345 | 0 |",
-        "| match, replayed | 54,321 | 0 |",
-        "Some GPU; torch 2.0; `python -m x`.",
-        "| `law.top_k` | yes | **no** |",
-        "  Failed: token 3 came (`python -m repeat`).",
-        "| added | greedy (20.0) | p .9 (25.0) |",
-        "| mask | 3.2 |  |",
-        "| greedy | 8 | 2,000 | 1,000 | 500 | 1,000 |",
-        "Some GPU; torch 2.0, triton 3.0, Python 3.11.",
-    ):
-        assert line in text.splitlines()
-    assert readme.NOT_MEASURED not in text
-    assert "abc123" not in text
-    assert "bare copy" not in text
-
-
-def test_a_missing_results_file_is_said_to_be_missing(tmp_path: Path, arguments: list[str]) -> None:
+def test_parts_are_written_from_the_results_files_and_a_missing_one_is_said_to_be_missing(
+    tmp_path: Path, arguments: list[str]
+) -> None:
     store(tmp_path, bench=BENCH)
-    readme.main(arguments)
-    text = text_of(tmp_path)
-    assert text.count(readme.NOT_MEASURED) == 8
-    assert "B=8" in text
+    assert readme.main(arguments) == 0
+    lines = text_of(tmp_path).splitlines()
+    assert "| greedy | 2.0 / 6.5 | 4.5 / 8.9 |" in lines
+    assert lines.count(readme.NOT_MEASURED) == 8
+    assert not any("abc123" in line for line in lines)
 
 
 def test_check_notices_a_stale_text_and_writes_nothing(
@@ -156,56 +66,39 @@ def test_check_notices_a_stale_text_and_writes_nothing(
     assert text_of(tmp_path) == "\n".join(SKELETONS)
     readme.main(arguments)
     assert readme.main([*arguments, "--check"]) == 0
+    for page in readme.pages(tmp_path)[:2]:
+        text = page.read_text()
+        page.write_text(text.replace(readme.NOT_MEASURED, "touched by hand", 1))
+        capsys.readouterr()
+        assert readme.main([*arguments, "--check"]) == 1
+        (complaint,) = capsys.readouterr().err.splitlines()
+        assert str(page) in complaint
+        page.write_text(text)
     store(tmp_path, bench=BENCH)
     assert readme.main([*arguments, "--check"]) == 1
 
 
-@pytest.mark.parametrize("page", [0, 1])
-def test_check_names_the_page_that_is_stale(
-    page: int, tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    readme.main(arguments)
-    path = readme.pages(tmp_path)[page]
-    path.write_text(path.read_text().replace(readme.NOT_MEASURED, "touched by hand", 1))
-    assert readme.main([*arguments, "--check"]) == 1
-    complaints = capsys.readouterr().err.splitlines()
-    assert len(complaints) == 1
-    assert str(path) in complaints[0]
+@pytest.mark.parametrize(
+    ("pages", "parts", "message"),
+    [
+        (["<!-- speed -->\n"], ["speed"], "<!-- /speed -->"),
+        (["<!-- speed -->\n<!-- /speed -->"] * 2, ["speed"], "<!-- /speed -->"),
+        (["<!-- sped -->\n<!-- /sped -->"], [], "<!-- sped --> is no generated part"),
+    ],
+    ids=["missing", "on two pages", "unknown"],
+)
+def test_markers_that_do_not_stand_once_are_named(pages: list[str], parts: list[str], message: str) -> None:
+    texts = {Path(f"{number}.md"): text for number, text in enumerate(pages)}
+    with pytest.raises(ValueError, match=message):
+        readme.rewritten(texts, dict.fromkeys(parts, "x"))
 
 
-def test_a_missing_marker_is_named() -> None:
-    with pytest.raises(ValueError, match="<!-- /speed -->"):
-        readme.rewritten({Path("README.md"): "<!-- speed -->\n"}, {"speed": "x"})
-
-
-def test_a_part_that_stands_on_two_pages_is_named() -> None:
-    text = "<!-- speed -->\n<!-- /speed -->"
-    with pytest.raises(ValueError, match="<!-- /speed -->"):
-        readme.rewritten({Path("README.md"): text, Path("docs/a.md"): text}, {"speed": "x"})
-
-
-def test_markers_of_an_unknown_part_are_named() -> None:
-    with pytest.raises(ValueError, match="<!-- sped --> is no generated part"):
-        readme.rewritten({Path("README.md"): "<!-- sped -->\n<!-- /sped -->"}, {})
-
-
-def test_the_dispatch_picture_names_every_mode() -> None:
+def test_the_dispatch_picture_names_and_reaches_every_mode() -> None:
     picture = readme.dispatch()
     modes = mode_table(151_936, "top_k")
     assert re.findall(r"<b>(.*)</b>", picture) == [mode.name for mode in modes]
     served = {readme.cheapest(modes, batch).name for batch in readme.BATCHES.values()}
     assert served == {mode.name for mode in modes}
-
-
-def test_the_requests_of_an_example_batch_that_are_alternatives_share_a_mode() -> None:
-    modes = mode_table(151_936, "top_k")
-    for label, batch in readme.BATCHES.items():
-        if " or " in label:
-            assert len({readme.cheapest(modes, [params]) for params in batch}) == 1
-
-
-def test_every_mode_is_reached_from_the_first_by_the_dotted_lines() -> None:
-    modes = mode_table(151_936, "top_k")
     reached = {modes[0]}
     for small, large in readme.next_larger(modes):
         assert small in reached

@@ -46,9 +46,6 @@ def test_a_slow_machine_overruns_by_the_smallest_call_and_uses_its_time(monkeypa
     assert 1.0 <= took - found[0] / rate <= 1.0 + smallest
 
 
-def test_single_calls_stay_single(monkeypatch):
+def test_single_calls_stay_single_and_no_time_is_one_call(monkeypatch):
     assert sizes(monkeypatch, 5, 10.0, 1.0, most=1)[0] == [1] * 5
-
-
-def test_no_time_is_one_call(monkeypatch):
     assert sizes(monkeypatch, 5 * MOST, 0.0, 1e4)[0] == [MOST // 4]

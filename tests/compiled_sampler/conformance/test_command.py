@@ -21,6 +21,7 @@ from tools import conformance as tool
 HERE = "tests.compiled_sampler.conformance"
 RIGHT, BROKEN = f"{HERE}.adapters.race_adapter:Race", f"{HERE}.adapters.broken_adapters"
 PATHS = f"{HERE}.adapters.broken_paths:PathOfOneBit"
+OF_RIGHT = ["--target", RIGHT, "--device", "cpu"]
 CPU = torch.device("cpu")
 
 
@@ -46,45 +47,27 @@ def right(tmp_path_factory):
 
 
 def test_a_right_sampler_exits_with_0_and_writes_json(right, capsys, tmp_path):
-    status, out, _, path = right
+    status, out, err, path = right
     assert status == 0
     assert "2 passed, 0 failed" in out
-    assert "robustness.single_token" in out
+    assert [*path.parent.iterdir()] == [path]
     stored = json.loads(path.read_text())
     assert [each["outcome"] for each in stored["results"]] == ["passed", "passed"]
     assert stored["versions"]["torch"] == torch.__version__
     assert stored["command"].endswith("--only robustness.single_token --only '*.impossible'")
-    assert [*path.parent.iterdir()] == [path]
-    assert tool.main([str(path), "--json", str(tmp_path / "table.json")]) == 0
-    assert "| `robustness.single_token` | yes |" in capsys.readouterr().out
-
-
-def test_json_holds_declared_orders_and_numbers(right):
-    declared = json.loads(right[-1].read_text())["semantics"]
+    declared = stored["semantics"]
     assert declared["filters"] == ["top_k", "top_p", "min_p"]
     assert declared["seed_range"] == [-(2**63), 2**64 - 1]
     assert declared["rules"] == ["match", "rejection"]
-
-
-def test_each_question_is_a_line_where_stderr_is_no_terminal(right):
-    lines = right[2].splitlines()
+    assert all(each["began"] >= 0.0 for each in stored["results"])
+    end = max(each["began"] + each["seconds"] for each in stored["results"])
+    assert f"not asked; {end:.1f} s;" in out
     pattern = r"[12]/2 (verification.impossible|robustness.single_token) passed \d+\.\d s, from \d+\.\d s on"
+    lines = err.splitlines()  # no terminal: a line for each question
     assert all(re.fullmatch(pattern, line) for line in lines), lines
     assert [line[:3] for line in lines] == ["1/2", "2/2"]
-
-
-def test_results_say_when_they_began_and_the_run_how_long_it_took(right):
-    results = json.loads(right[-1].read_text())["results"]
-    assert all(each["began"] >= 0.0 for each in results)
-    end = max(each["began"] + each["seconds"] for each in results)
-    assert f"not asked; {end:.1f} s;" in right[1]
-
-
-def test_a_folder_is_no_file_to_write(tmp_path):
-    status, _, err = printed("--target", RIGHT, "--device", "cpu", "--json", str(tmp_path))
-    assert (status, "is a folder" in err) == (2, True)
-    status, _, err = printed("--target", RIGHT, "--device", "cpu", "--json", str(tmp_path / "nowhere" / "run.json"))
-    assert (status, "error: " in err) == (2, True)
+    assert tool.main([str(path), "--json", str(tmp_path / "table.json")]) == 0
+    assert "| `robustness.single_token` | yes |" in capsys.readouterr().out
 
 
 def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
@@ -123,20 +106,33 @@ def test_a_fault_exits_with_1_and_names_the_row_and_a_command_that_finds_it_agai
 
 
 @pytest.mark.parametrize(
-    "words",
+    ("words", "message"),
     [
-        [],
-        ["--target", "nothing"],
-        ["--target", "no.such:Thing"],
-        ["--target", RIGHT, "--only", "nothing"],
-        ["--target", RIGHT, "--device", "abacus"],
-        ["--target", f"{BROKEN}:DeclaresDict"],
+        ([], "error: "),
+        (["--target", "nothing"], "error: "),
+        (["--target", "no.such:Thing"], "error: "),
+        (["--target", RIGHT, "--only", "nothing"], "error: "),
+        (["--target", RIGHT, "--device", "abacus"], "error: "),
+        (["--target", f"{BROKEN}:DeclaresDict"], "error: "),
+        ([*OF_RIGHT, "--json", "."], "is a folder"),
+        ([*OF_RIGHT, "--json", "nowhere/run.json"], "error: "),
+        ([*OF_RIGHT, "--rows", "0"], "--rows must be at least 1, got 0"),
+        ([*OF_RIGHT, "--rows", "-3"], "--rows must be at least 1, got -3"),
+        ([*OF_RIGHT, "--limit", "0"], "--limit must be seconds above 0, up to 1000000, got 0.0"),
+        ([*OF_RIGHT, "--limit", "inf"], "--limit must be seconds above 0, up to 1000000, got inf"),
+        ([*OF_RIGHT, "--limit", "nan"], "--limit must be seconds above 0, up to 1000000, got nan"),
+        ([*OF_RIGHT, "--limit", "1e7"], "--limit must be seconds above 0, up to 1000000, got 10000000.0"),
+        pytest.param(
+            ["--target", "flashinfer", "--device", "cpu", "--only", "law.greedy"],
+            "No module named 'flashinfer'",
+            marks=pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="it is installed"),
+        ),
     ],
-    ids=["no target", "no adapter", "no module", "no question", "no device", "no semantics"],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
 )
-def test_what_cannot_be_asked_exits_with_2(words, capsys):
+def test_what_cannot_be_asked_exits_with_2_and_says_why(words, message, capsys):
     assert main(words) == 2
-    assert "error: " in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_run_of_which_no_question_is_asked_exits_with_2(capsys):
@@ -162,13 +158,11 @@ def test_an_adapter_that_raises_fails_every_question_and_the_run_goes_on():
     assert [each.outcome for each in results] == [Outcome.FAILED] * 3
     assert results[0].detail == "raised RuntimeError: device-side assert"
 
-
-def test_an_adapter_that_cannot_be_made_fails_its_questions():
-    def broken(vocab_size, device):
+    def cannot_be_made(vocab_size, device):
         raise RuntimeError("no memory")
 
-    broken.semantics = Semantics()
-    assert [each.outcome for each in asked(broken, "law.greedy")] == [Outcome.FAILED]
+    cannot_be_made.semantics = Semantics()
+    assert [each.outcome for each in asked(cannot_be_made, "law.greedy")] == [Outcome.FAILED]
 
 
 @pytest.mark.parametrize("tokens", [lambda n: [0] * n, lambda n: torch.zeros(n), lambda n: torch.zeros(n, 1).long()])
@@ -217,45 +211,23 @@ def test_drafts_that_no_rule_takes_are_not_asked_of():
     assert {each.outcome for each in asked(TakesLaws, "verification.out_of_range")} == {Outcome.NOT_ASKED}
 
 
-@pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="it is installed")
-def test_a_library_that_is_missing_ends_the_run(capsys):
-    assert main(["--target", "flashinfer", "--device", "cpu", "--only", "law.greedy"]) == 2
-    assert "No module named 'flashinfer'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("rows", ["0", "-3"])
-def test_a_number_of_rows_below_1_is_refused(rows, capsys):
-    assert main(["--target", RIGHT, "--device", "cpu", "--rows", rows]) == 2
-    assert f"--rows must be at least 1, got {rows}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("seconds", ["0", "-3", "inf", "nan", "1e7"])
-def test_a_limit_that_is_none_is_refused(seconds, capsys):
-    assert main(["--target", RIGHT, "--device", "cpu", "--limit", seconds]) == 2
-    assert f"--limit must be seconds above 0, up to 1000000, got {float(seconds)}" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_targets_are_found(name):
     assert isinstance(find_target(name).semantics, Semantics)
 
 
-def test_the_plugin_asks_a_question_a_test(tmp_path):
-    words = ["-p", "compiled_sampler.conformance.pytest_plugin", "--pyargs", "compiled_sampler.conformance.suite"]
-    words += ["--sampler-device", "cpu", "--sampler-only", "determinism.t*", "--sampler-only", "determinism.replay"]
-    words += ["--sampler-rows", "1500"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", *words]
-    wrong = subprocess.run([*command, "--sampler-adapter", f"{BROKEN}:Stateful"], capture_output=True, text=True)
-    assert wrong.returncode == 1, wrong.stdout + wrong.stderr
-    assert "1 failed, 1 skipped" in wrong.stdout
-    assert "the second call: " in wrong.stdout
-    assert "--quick --rows 1500" in wrong.stdout
+def asked_by_pytest(adapter, *words):
+    """What pytest prints that asks an adapter."""
+    plugin = ["-p", "compiled_sampler.conformance.pytest_plugin", "--pyargs", "compiled_sampler.conformance.suite"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", *plugin]
+    ran = subprocess.run([*command, "--sampler-adapter", adapter, *words], capture_output=True, text=True)
+    assert ran.returncode != 0
+    return ran.stdout + ran.stderr
 
 
-def test_the_plugin_refuses_a_number_of_rows_as_the_command_does():
-    words = ["-p", "compiled_sampler.conformance.pytest_plugin", "--pyargs", "compiled_sampler.conformance.suite"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", *words]
-    refused = subprocess.run(
-        [*command, "--sampler-adapter", RIGHT, "--sampler-rows", "0"], capture_output=True, text=True
-    )
-    assert "--sampler-rows must be at least 1, got 0" in refused.stdout + refused.stderr
+def test_the_plugin_asks_a_question_a_test_and_refuses_rows_as_the_command_does():
+    only = ["--sampler-only", "determinism.t*", "--sampler-only", "determinism.replay"]
+    printed = asked_by_pytest(f"{BROKEN}:Stateful", "--sampler-device", "cpu", *only, "--sampler-rows", "1500")
+    for part in ("1 failed, 1 skipped", "the second call: ", "--quick --rows 1500"):
+        assert part in printed
+    assert "--sampler-rows must be at least 1, got 0" in asked_by_pytest(RIGHT, "--sampler-rows", "0")

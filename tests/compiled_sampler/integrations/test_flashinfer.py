@@ -1,4 +1,4 @@
-"""The signatures of ``flashinfer.sampling``: what they draw, by which law, and what raises."""
+"""The functions of ``flashinfer.sampling``: what they draw and verify, by which law, and what raises."""
 
 import functools
 import inspect
@@ -13,8 +13,9 @@ from torch import Tensor
 from compiled_sampler.core.filters import base_2_logits
 from compiled_sampler.core.stage import call
 from compiled_sampler.functional import probs as law_of
-from compiled_sampler.functional import sample
+from compiled_sampler.functional import sample, verify_from_probs
 from compiled_sampler.integrations import flashinfer
+from compiled_sampler.integrations.flashinfer_noise import noise_of
 from tests.oracles.goodness_of_fit import accept, chi_square, detects, independence
 
 V, ROWS, DRAWS = 12, 4, 40_000
@@ -190,56 +191,39 @@ def test_softmax_is_that_of_torch(eager):
     assert torch.equal(flashinfer.softmax(LOGITS), flashinfer.softmax(LOGITS, 1.0))
 
 
-WRONG: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    ("softmax", {"enable_pdl": True}, ValueError, "enable_pdl must be None, got True"),
-    ("softmax", {"enable_pdl": False}, ValueError, "enable_pdl must be None, got False"),
-    (
-        "top_k_top_p_sampling_from_probs",
-        {"filter_apply_order": "top_p_first"},
-        ValueError,
-        "filter_apply_order must be",
-    ),
-    ("top_k_top_p_sampling_from_logits", {"filter_apply_order": "x"}, ValueError, "filter_apply_order must be one of"),
+NO_SEEDS, ONE_SEED = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"seed": 1}, ValueError, "seed and offset must come together, got 1 and None"),
+    ({"offset": 1}, ValueError, "seed and offset must come together"),
+    ({"seed": 1, "offset": torch.tensor([1])}, ValueError, "seed and offset must both be tensors or both"),
+    ({"seed": 1, "offset": -1}, ValueError, r"offset must be below 2\*\*63, got -1"),
+    ({"seed": 2**64, "offset": 1}, ValueError, r"seed must be below 2\*\*64, got 18446744073709551616"),
+    ({"seed": 1.0, "offset": 1}, TypeError, "seed must be an int, got 1.0"),
+    ({"seed": ONE_SEED.repeat(3), "offset": ONE_SEED}, ValueError, r"seed must be \[1\] or \[4\], got \[3\]"),
+    ({"seed": NO_SEEDS, "offset": NO_SEEDS}, TypeError, "seed must be torch.int64 or torch.uint64"),
+    ({"generator": 3}, TypeError, "generator must be a torch.Generator of the CPU, got 3"),
+    ({"generator": torch.Generator(), "seed": 1, "offset": 0}, ValueError, "generator must be None beside a"),
+    ({"indices": torch.zeros(2)}, TypeError, "indices must be torch.int64 or torch.int32"),
+    ({"indices": torch.tensor([0, 4])}, ValueError, r"indices must be in \[0, 4\), the rows .*, got 4"),
+    ({"indices": torch.tensor([-1, 0])}, ValueError, r"indices must be in \[0, 4\), the rows .*, got -1"),
+    ({"indices": torch.zeros(2, 1).int()}, ValueError, r"indices must be \[B\].*, got \[2, 1\]"),
 ]
-for _name in CASES:
-    WRONG += [
-        (_name, {"seed": 1}, ValueError, "seed and offset must come together, got 1 and None"),
-        (_name, {"offset": 1}, ValueError, "seed and offset must come together"),
-        (_name, {"seed": 1, "offset": torch.tensor([1])}, ValueError, "seed and offset must both be tensors or both"),
-        (_name, {"seed": 1, "offset": -1}, ValueError, r"offset must be below 2\*\*63, got -1"),
-        (_name, {"seed": 2**64, "offset": 1}, ValueError, r"seed must be below 2\*\*64, got 18446744073709551616"),
-        (_name, {"seed": 1.0, "offset": 1}, TypeError, "seed must be an int, got 1.0"),
-        (
-            _name,
-            {"seed": torch.zeros(3, dtype=torch.int64), "offset": torch.zeros(1, dtype=torch.int64)},
-            ValueError,
-            r"seed must be \[1\] or \[4\], got \[3\]",
-        ),
-        (
-            _name,
-            {"seed": torch.zeros(1), "offset": torch.zeros(1)},
-            TypeError,
-            "seed must be torch.int64 or torch.uint64",
-        ),
-        (_name, {"generator": 3}, TypeError, "generator must be a torch.Generator of the CPU, got 3"),
-        (
-            _name,
-            {"generator": torch.Generator(), "seed": 1, "offset": 0},
-            ValueError,
-            "generator must be None beside a",
-        ),
-        (_name, {"indices": torch.zeros(2)}, TypeError, "indices must be torch.int64 or torch.int32"),
-        (_name, {"indices": torch.tensor([0, 4])}, ValueError, r"indices must be in \[0, 4\), the rows .*, got 4"),
-        (_name, {"indices": torch.tensor([-1, 0])}, ValueError, r"indices must be in \[0, 4\), the rows .*, got -1"),
-        (_name, {"indices": torch.zeros(2, 1).int()}, ValueError, r"indices must be \[B\].*, got \[2, 1\]"),
-    ]
 
 
-@pytest.mark.parametrize(("name", "options", "error", "message"), WRONG)
-def test_what_has_no_meaning_raises_by_its_name(eager, name, options, error, message):
-    function = functools.partial(flashinfer.softmax, LOGITS) if name == "softmax" else drawing(name)[0]
-    with pytest.raises(error, match=message):
-        function(**options)
+@pytest.mark.parametrize(("options", "error", "message"), WRONG)
+def test_what_has_no_meaning_raises_by_its_name_in_every_function(eager, options, error, message):
+    for name in CASES:
+        with pytest.raises(error, match=message):
+            drawing(name)[0](**options)
+
+
+def test_choices_that_ours_does_not_have_are_refused(eager):
+    for is_enabled in (True, False):
+        with pytest.raises(ValueError, match=f"enable_pdl must be None, got {is_enabled}"):
+            flashinfer.softmax(LOGITS, enable_pdl=is_enabled)
+    for name in ("top_k_top_p_sampling_from_probs", "top_k_top_p_sampling_from_logits"):
+        with pytest.raises(ValueError, match="filter_apply_order must be one of"):
+            drawing(name)[0](filter_apply_order="top_p_first")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -252,3 +236,96 @@ def test_a_nan_raises_where_the_caller_asks(eager, name):
     assert (function() >= 0).all()
     with pytest.raises(ValueError, match="must hold no NaN where check_nan is True"):
         function(check_nan=True)
+
+
+def one_hot(token: int, vocab_size: int) -> Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(token), vocab_size).float()
+
+
+def rows(*tokens: int) -> Tensor:
+    """Rows that hold one token each, ``[1, n, 1000]``."""
+    return torch.stack([one_hot(token, 1000) for token in tokens])[None]
+
+
+def test_two_drafts_and_a_bonus_token_are_two_emitted_there_and_three_here(eager):
+    drafts, target = torch.tensor([[100, 200]], dtype=torch.int32), rows(100, 200, 777)
+    tokens, accepted, emitted = flashinfer.chain_speculative_sampling(rows(100, 200), drafts, target, seed=1, offset=0)
+    assert (tokens.tolist(), accepted.tolist(), emitted.tolist()) == ([[100, 200, 777]], [2], [2])
+    assert (tokens.dtype, accepted.dtype, emitted.dtype) == (torch.int32,) * 3
+    ours = verify_from_probs(target[0], drafts, seeds=1, positions=0, rule="rejection", backend="eager")
+    assert (ours.tolist(), ours.num_emitted.tolist()) == ([[100, 200, 777]], [3])
+    assert (ours.num_accepted.tolist(), ours.num_matching.tolist()) == ([2], [2])
+
+
+def test_accepted_counts_behind_a_rejection_and_emitted_does_not(eager):
+    drafts, target = torch.tensor([[100, 200]]), rows(5, 200, 777)
+    tokens, accepted, emitted = flashinfer.chain_speculative_sampling(rows(100, 200), drafts, target, seed=1, offset=0)
+    assert (tokens.tolist(), accepted.tolist(), emitted.tolist()) == ([[5, -1, -1]], [1], [0])
+    assert tokens.dtype == torch.int64
+
+
+def test_counts_are_added_to_the_tensors_given(eager):
+    totals = torch.tensor([10], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
+    drafts, target = torch.tensor([[100, 200]]), rows(100, 3, 777)
+    given = rows(100, 200), drafts, target, *totals
+    _, accepted, emitted = flashinfer.chain_speculative_sampling(*given, seed=1, offset=0)
+    assert (accepted is totals[0], emitted is totals[1]) == (True, True)
+    assert (accepted.tolist(), emitted.tolist()) == ([11], [21])
+
+
+def test_the_first_token_has_the_law_of_the_target(eager, generator):
+    count, width = 30_000, 2
+    target, draft = (torch.softmax(torch.randn(width + 1, V, generator=generator), -1) for _ in range(2))
+    drafts = torch.multinomial(draft[:width], count, replacement=True, generator=generator).T.contiguous()
+    given = draft[:width].expand(count, width, V).contiguous(), drafts, target.expand(count, width + 1, V).contiguous()
+    tokens, _, emitted = flashinfer.chain_speculative_sampling(*given, seed=3, offset=8)
+    counts = torch.bincount(tokens[:, 0], minlength=V)
+    accept(chi_square(counts, target[0]))
+    detects(chi_square(counts, draft[0]))
+    last = tokens[emitted == width][:, width]
+    accept(chi_square(torch.bincount(last, minlength=V), target[width]))
+    seeds, positions = noise_of(3, 8, None, count, target.device, call)
+    flat = {"draft_probs": given[0].flatten(0, 1), "rule": "rejection", "backend": "eager"}
+    ours = verify_from_probs(given[2].flatten(0, 1), drafts, seeds=seeds, positions=positions, **flat)
+    assert torch.equal(ours.token_ids, tokens)
+
+
+def test_rows_that_are_not_by_request_raise(eager):
+    flat = torch.full((2, V), 1.0 / V)
+    with pytest.raises(ValueError, match=r"must have a row \[V\] for each request and place, got \[2, 12\]"):
+        flashinfer.chain_speculative_sampling(flat, torch.zeros(1, 2, dtype=torch.int64), flat[None], seed=1, offset=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_top_k_keeps_exactly_so_many_and_of_equals_the_lowest_ids(eager, dtype):
+    values = torch.tensor([[0.1, 0.3, 0.3, 0.2, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2], [0.0, 0.0, 1.0, 0.0, 0.0]]).to(dtype)
+    kept = [[1, 2, 3], [0, 1, 2], [2]]
+    made = flashinfer.top_k_renorm_probs(values, 3)
+    assert made.dtype == dtype
+    assert [row.nonzero().flatten().tolist() for row in made] == kept
+    held = torch.stack([torch.isin(torch.arange(5), torch.tensor(ids)) for ids in kept])
+    wanted = torch.where(held, values.float(), 0.0)
+    assert torch.allclose(made.float(), wanted / wanted.sum(-1, keepdim=True), atol=torch.finfo(dtype).eps)
+    masked = flashinfer.top_k_mask_logits(values, torch.tensor([3, 0, 1]))
+    assert masked.dtype == dtype
+    assert [(row > -torch.inf).nonzero().flatten().tolist() for row in masked] == [[1, 2, 3], [0, 1, 2, 3, 4], [2]]
+    assert torch.equal(masked[masked > -torch.inf], values[masked > -torch.inf])
+
+
+def test_top_p_keeps_the_shortest_prefix_that_holds_the_share(eager):
+    probs = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.25, 0.25, 0.25, 0.25], [0.0, 1.0, 0.0, 0.0]])
+    made = flashinfer.top_p_renorm_probs(probs, torch.tensor([0.69, 0.51, 0.1]))
+    wanted = torch.tensor([[0.0, 4 / 7, 3 / 7, 0.0], [1 / 3, 1 / 3, 1 / 3, 0.0], [0.0, 1.0, 0.0, 0.0]])
+    assert torch.allclose(made, wanted, atol=1e-7)
+    assert torch.allclose(flashinfer.top_p_renorm_probs(probs, 1.0, is_deterministic=True), probs, atol=1e-7)
+
+
+def test_rows_out_of_range_keep_nothing(eager):
+    probs = torch.full((3, 4), 0.25)
+    assert flashinfer.top_k_renorm_probs(probs, torch.tensor([-1, 2, 4])).count_nonzero(-1).tolist() == [0, 2, 4]
+    assert flashinfer.top_p_renorm_probs(probs, torch.tensor([0.0, 1.5, torch.nan])).count_nonzero().item() == 0
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ValueError, match=r"top_p must be in \(0, 1\], got"):
+            flashinfer.top_p_renorm_probs(probs, wrong)
+    with pytest.raises(ValueError, match=r"top_k must be in \[0, 2\*\*63\), got -1"):
+        flashinfer.top_k_renorm_probs(probs, -1)

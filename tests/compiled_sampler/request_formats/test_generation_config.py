@@ -80,7 +80,25 @@ def test_min_length_counts_the_prompt() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"num_beams": 4}, {"typical_p": 0.2}, {"guidance_scale": 2}, {"sequence_bias": {(1, 2): 1.0}}]
+    "fields",
+    [
+        {"typical_p": 0.2},
+        {"epsilon_cutoff": 0.01},
+        {"eta_cutoff": 0.01},
+        {"top_h": 0.4},
+        {"num_beams": 4},
+        {"no_repeat_ngram_size": 2},
+        {"encoder_repetition_penalty": 1.2},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"exponential_decay_length_penalty": (2, 1.1)},
+        {"begin_suppress_tokens": [3]},
+        {"forced_bos_token_id": 2},
+        {"forced_eos_token_id": 1},
+        {"remove_invalid_values": True},
+        {"guidance_scale": 2},
+        {"sequence_bias": {(1, 2): 1.0}},
+    ],
+    ids=lambda fields: next(iter(fields)),
 )
 def test_a_field_of_a_config_that_the_sampler_does_not_have_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{next(iter(fields))} must be .*got .*; "):

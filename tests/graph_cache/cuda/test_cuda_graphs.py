@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from graph_cache import CaptureError, GraphCache, capture
-from tests.graph_cache.cuda.on_device import on_device, score
-from tests.graph_cache.recorded import SPECS, Scores, same_bits
+from tests.graph_cache.recorded import SPECS, Scores, on_device, same_bits, score
 
 pytestmark = pytest.mark.gpu
 ROWS = (8, 1, 5, 2, 8, 3, 1, 7, 4)
@@ -89,14 +88,6 @@ def test_a_batch_has_the_same_bits_in_every_bucket(cache: GraphCache) -> None:
         assert same_bits(cache.run("score", tensors), wanted)
         cache.evict(rows=bucket)
     assert cache.statistics().coverage == {f"score rows=2 -> score[{bucket}]": 1 for bucket in (2, 4, 8)}
-
-
-def test_wide_and_strided_inputs_equal_direct_calls(cache: GraphCache) -> None:
-    tensors = on_device(3, width=9)
-    tensors["scale"] = torch.rand(3, 2, device="cuda")[:, 1]
-    wanted = score(**{**tensors, "logits": tensors["logits"][:, :5]})
-    assert same_bits(cache.run("score", tensors), wanted)
-    assert cache.statistics().replays == 1
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from graph_cache import BufferSpec, GraphCache, HostMirror
-from tests.graph_cache.cuda.on_device import on_device, score
-from tests.graph_cache.recorded import SPECS, Scores, same_bits
+from tests.graph_cache.recorded import SPECS, Scores, on_device, same_bits, score
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import torch
 
 from compiled_sampler import Logprobs
 from tools.bench import __main__ as bench
-from tools.bench import additions
+from tools.bench import additions, custom_edits
 from tools.bench.additions import Addition, AdditionCell
 from tools.bench.batches import WrongAnswer
 
@@ -61,7 +61,10 @@ def test_what_consumes_is_compared_with_a_step_that_copies_too(monkeypatch):
     assert [(each.us, each.over_us) for each in cells] == [(10.0, 0.0), (12.0, 2.0), (13.0, 3.0)]
 
 
-@pytest.mark.parametrize(("field", "name"), [("token", "nothing"), ("rank", "raw"), ("consumed", "nothing but copies")])
+@pytest.mark.parametrize(
+    ("field", "name"),
+    [("token", "nothing"), ("rank", "raw"), ("consumed", "nothing but copies"), ("token", "guidance, edit")],
+)
 def test_wrong_tokens_and_wrong_logprobs_end_the_run(field, name, monkeypatch):
     right = additions.Sampler.sample
 
@@ -72,6 +75,18 @@ def test_wrong_tokens_and_wrong_logprobs_end_the_run(field, name, monkeypatch):
             (made.logprobs.rank if field == "rank" else made.token_ids).add_(1)
         return made
 
+    def timed():
+        if name == "guidance, edit":
+            return custom_edits.custom_us("guidance", "greedy", 9, torch.device("cpu"), torch.float32, 300)
+        return additions.measure({**additions.EDITS, **additions.LOGPROBS}, [8], ["greedy"], "cpu", torch.float32)
+
     monkeypatch.setattr(additions.Sampler, "sample", wrong)
-    with pytest.raises(WrongAnswer, match=f"greedy, {name}"):
-        list(additions.measure({**additions.EDITS, **additions.LOGPROBS}, [8], ["greedy"], "cpu", torch.float32))
+    with pytest.raises(WrongAnswer, match=name):
+        list(timed())
+
+
+@pytest.mark.parametrize("name", custom_edits.edits_of(1))
+def test_each_edit_of_a_user_is_timed_in_the_sampler_and_before_it(name):
+    found = custom_edits.custom_us(name, "greedy", 9, torch.device("cpu"), torch.float32, 300)
+    assert {*found} == {"plain", "edit", "before"}
+    assert min(found.values()) > 0.0

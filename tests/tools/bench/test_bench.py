@@ -20,7 +20,6 @@ from tools.bench.floors import Rates
 
 CPU, V = torch.device("cpu"), 1000
 TINY = ["--device", "cpu", "--backend", "eager", "--vocab", str(V)]
-CELL = Cell("greedy", "greedy", 8, 0, V, "float32", "peaked", 4.5, 1.25, "bytes", 2, 5.0, None, {"torch.argmax": 9.5})
 
 
 def batch_of(case: Case, requests: int) -> Batch:
@@ -43,7 +42,7 @@ def test_drafts_are_drawn_from_what_is_said_and_some_are_rejected() -> None:
     assert set(accepted.tolist()) >= {0, NUM_DRAFTS}
 
 
-@pytest.mark.parametrize("case", [*CASES.values(), *VERIFY_CASES.values()], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [CASES["greedy"], CASES["p .9"], *VERIFY_CASES.values()], ids=lambda case: case.name)
 def test_any_wrong_field_of_any_request_is_noticed(case: Case) -> None:
     batch = batch_of(case, 4)
     mode = mode_of(case)
@@ -54,13 +53,8 @@ def test_any_wrong_field_of_any_request_is_noticed(case: Case) -> None:
         wrong[field].view(-1)[-1] += 1
         with pytest.raises(WrongAnswer, match="1 of 4 requests differ from eager torch, the first is 3"):
             check(case, mode, batch, [results[0], tuple(wrong)])
-
-
-def test_results_of_another_shape_are_wrong() -> None:
-    case = CASES["greedy"]
-    batch = batch_of(case, 4)
     with pytest.raises(WrongAnswer, match="shapes"):
-        check(case, mode_of(case), batch, [eager(case, mode_of(case), batch.requests(0, 2))])
+        check(case, mode, batch, results[:1])
 
 
 def test_a_run_ends_at_a_wrong_answer_and_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,15 +92,6 @@ def test_every_mode_serves_a_case() -> None:
     modes = mode_table(TARGET_VOCAB_SIZE, "top_k")
     served = [next(mode for mode in modes if uncovered(mode, case.params) is None) for case in CASES.values()]
     assert {mode.name for mode in served} == {mode.name for mode in modes}
-
-
-def test_targets_hold_for_what_they_were_set_for() -> None:
-    case = CASES["greedy"]
-    assert runs.target_of(case, (8, 0, TARGET_VOCAB_SIZE, "float32", "peaked"), []) == 5
-    assert runs.target_of(case, (8, 0, TARGET_VOCAB_SIZE, "float32", "flat"), []) is None
-    assert runs.target_of(case, (8, 0, V, "float32", "peaked"), []) is None
-    assert runs.target_of(case, (8, 0, V, "bfloat16", "peaked"), [CELL]) == CELL.us
-    assert runs.target_of(case, (1, 0, V, "bfloat16", "peaked"), [CELL]) is None
 
 
 @pytest.mark.full

@@ -1,5 +1,7 @@
 """Kernels of every mode, pinned through generated code: one more, or an operator left to ATen, fails here.
 
+Those that may start before the one before them ends must wait for it before they read anything.
+
 Triton's code is generated for the CPU's stages without a GPU and nothing is compiled, so the pins hold for the blocks
 that the CPU uses; on a GPU another block size may fuse otherwise. A change for the better is pinned anew.
 """
@@ -10,16 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_sampler.logprobs import Logprobs
+from compiled_sampler.lowering.stages.tuning import TUNING
 from compiled_sampler.modes import Verification
 from tests.for_a_gpu import for_a_gpu, tiles
 from tests.tiers import tiers
 from tools.kernels.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
-from tools.kernels.launches import FALLBACK, OPAQUE, Known, generated, listed, recorded, table_of
-from tools.kernels.steps import step_of
+from tools.kernels.launches import FALLBACK, OPAQUE, Generated, Known, generated, listed, recorded, table_of
+from tools.kernels.steps import REQUESTS, step_of
 
 V = 151_936
 KNOWN: Known = {}
 """Code that was generated before: steps of as many rows share most of it."""
+EARLY = "'launch_pdl': True"
 CHOSEN = "order_maxima 1, choose_blocks 1, choose_child_blocks 1, choose_child_tokens 1, choose_child_tokens 1"
 ORDERED_BESIDE_A_PASS = (
     "order_maxima 1, all_coarser 1, choose 1, child_blocks 1, choose 1, child_tokens 1, choose 1, child_tokens 1, "
@@ -85,25 +90,14 @@ def benchmark_compiled_module(args, times=10, repeat=10):
     triton_per_fused_amax_0.run(args)
 """
 
-CPP_CODE = """
-cpp_fused_add_0 = async_compile.cpp_pybinding(['const float*', 'float*', 'float*', 'const int64_t'], r'''
-#include <torch/csrc/inductor/cpp_prefix.h>
-extern "C"  void  kernel(const float* in_ptr0,
-                       float* in_out_ptr0,
-                       float* out_ptr0,
-                       const int64_t ks0)
-{
-    if (x) { aten.nothing(); }
-}
-''')
-async_compile.wait(globals())
-def call(args):
-    cpp_fused_add_0(arg0_1, buf0, buf1, s0)
-    return (buf1, )
-"""
-
-
 MATCH, REJECTION = Verification("match", 3), Verification("rejection", 3, "probabilities")
+STEPS = [
+    *((mode, 64, None, pinned) for mode, pinned in PINNED.items()),
+    *((mode, 8, None, pinned) for mode, pinned in PINNED_OF_FEW_LOGITS.items()),
+    ("no_filter", 16, MATCH, PINNED_MATCH),
+    ("no_filter", 16, REJECTION, PINNED_REJECTION),
+]
+"""Mode, rows, verification and the stages of a step with their kernels. Few rows start no kernel early."""
 PINNED_ON_A_GPU = [
     *((mode, 64, None, pinned) for mode, pinned in PINNED.items()),
     ("no_filter", 16, MATCH, PINNED_MATCH),
@@ -112,19 +106,35 @@ PINNED_ON_A_GPU = [
     ("min_p", 17, None, PINNED["min_p"]),
     *((mode, 8, None, pinned) for mode, pinned in PINNED_OF_FEW_LOGITS.items()),
 ]
+EARLY_ON_A_GPU = [
+    *((mode, None, "top_k") for mode in REQUESTS),
+    ("no_filter", MATCH, "top_k"),
+    ("no_filter", REJECTION, "top_k"),
+    ("top_k_top_p[64]", None, "all"),
+    ("full", None, "all"),
+]
+LAWS = {
+    law: Logprobs(of=law, top=5, rank=True, entropy=True, num_kept=True, boundary=True)
+    for law in ("raw", "processed", "filtered")
+}
+OF_LAW = {
+    "raw": {"law_in_blocks", "sum_block_laws"},
+    "processed": {"law_in_blocks", "sum_block_laws", "law_scale"},
+    "filtered": set[str](),
+}
+"""Stages of logprobs that start early."""
 
 
 @pytest.fixture
 def as_on_a_gpu() -> Iterator[None]:
     """As ``tests.for_a_gpu``."""
+    pytest.importorskip("triton")
     with for_a_gpu():
         yield
 
 
-def pins(mode: str, backend: str, rows: int = 64, verification: Verification | None = None, device: str = "cpu") -> str:
+def pins(found: list[Generated]) -> str:
     """Every stage that a step calls with its number of kernels; a fallback is named instead."""
-    step = step_of(mode, rows, V, device=device, verification=verification)
-    found = generated(step, backend, KNOWN if device == "cpu" else None)
     return ", ".join(f"{stage} {'opaque' if code is None else count(code)}" for stage, code in found)
 
 
@@ -133,49 +143,71 @@ def count(code: str) -> str:
     return " ".join([str(launches(code).total()), *fallbacks(code)])
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("mode", tiers(["greedy", "no_filter", "full"], PINNED))
-def test_a_mode_launches_its_triton_kernels_and_nothing_else(mode):
-    pytest.importorskip("triton")
-    assert pins(mode, "triton") == PINNED[mode]
+def early(found: list[Generated]) -> set[str]:
+    """Stages whose kernels may start before the one before them ends, after a look at whether each waits."""
+    stages = {stage: code for stage, code in found if code is not None and EARLY in code}
+    assert [(stage, name) for stage, code in stages.items() for name in hasty(code)] == []
+    assert set(stages) <= {stage.__name__ for stage, tuning in TUNING.items() if tuning.overlap_rows}
+    return set(stages)
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("mode", PINNED_OF_FEW_LOGITS)
-@pytest.mark.parametrize("rows", tiers([8], [1]))
-def test_a_race_over_few_logits_scores_them_all(mode, rows):
-    pytest.importorskip("triton")
-    assert pins(mode, "triton", rows) == PINNED_OF_FEW_LOGITS[mode]
+@pytest.mark.parametrize(("mode", "rows", "verification", "pinned"), tiers([STEPS[0], STEPS[3], STEPS[-1]], STEPS))
+def test_a_step_launches_its_triton_kernels_and_those_that_start_early_wait(mode, rows, verification, pinned):
+    found = generated(step_of(mode, rows, V, verification=verification), "triton", KNOWN)
+    assert pins(found) == pinned
+    assert early(found) or rows == 8
+    if mode == "top_k_top_p[64]":  # a level in one kernel has a thread block for each row
+        assert [tiles(code) for stage, code in found if stage.startswith("choose_")] == [[("1", "4")]] * 4
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_match_adds_two_stages_to_the_draw():
-    pytest.importorskip("triton")
-    assert pins("no_filter", "triton", 16, MATCH) == PINNED_MATCH
+@pytest.mark.parametrize("mode", ["top_k_top_p[64]", "full"])
+def test_kernels_of_a_top_p_of_all_that_start_early_wait(mode):
+    assert early(generated(step_of(mode, 64, V, top_p_base="all"), "triton", KNOWN))
 
 
+@pytest.mark.full  # generating the code of one takes more than a minute
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_rejection_without_filters_is_a_kernel_a_stage_but_two():
-    pytest.importorskip("triton")
-    assert pins("no_filter", "triton", 16, REJECTION) == PINNED_REJECTION
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_level_in_one_kernel_has_a_thread_block_for_each_row():
-    pytest.importorskip("triton")
-    found = generated(step_of("top_k_top_p[64]", 64, V), "triton", KNOWN)
-    assert [tiles(code) for stage, code in found if stage.startswith("choose_")] == [[("1", "4")]] * 4
+@pytest.mark.parametrize(
+    ("mode", "law"), [("greedy", "raw"), ("no_filter", "processed"), ("top_k_top_p[64]", "filtered")]
+)
+def test_kernels_of_logprobs_that_start_early_wait(mode, law):
+    found = early(generated(step_of(mode, 64, V, logprobs=LAWS[law]), "triton", KNOWN))
+    assert {"logprobs_from_kept", "tokens_before", *OF_LAW[law]} <= found
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "rows", "verification", "pinned"), PINNED_ON_A_GPU)
 def test_on_a_gpu_a_step_launches_the_same_kernels(mode, rows, verification, pinned):
     """Inductor makes some kernels two on a GPU alone, as of ``stack`` behind a long expression."""
-    assert pins(mode, "triton", rows, verification, "cuda") == pinned
+    assert pins(generated(step_of(mode, rows, V, device="cuda", verification=verification), "triton")) == pinned
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 128])
+@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("mode", ["no_filter", "top_k_top_p[64]"])
+def test_on_a_gpu_every_kernel_of_logprobs_that_starts_early_waits(mode, law, rows):
+    """Other modes have stages more of a search, which the steps without logprobs have too."""
+    found = early(generated(step_of(mode, rows, V, device="cuda", logprobs=LAWS[law]), "triton"))
+    assert found or torch.cuda.get_device_capability() < (9, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 8, 128])
+@pytest.mark.parametrize(("mode", "verification", "base"), EARLY_ON_A_GPU)
+def test_on_a_gpu_every_kernel_that_starts_early_waits(mode, verification, base, rows):
+    step = step_of(mode, rows, V, device="cuda", verification=verification, top_p_base=base)
+    found = early(generated(step, "triton"))
+    assert found or torch.cuda.get_device_capability() < (9, 0)
 
 
 def test_greedy_is_a_kernel_a_stage_in_cpp():
-    assert pins("greedy", "cpp") == "order_maxima 1, first_from_blocks 1"
+    found = generated(step_of("greedy", 64, V), "cpp", KNOWN)
+    assert pins(found) == "order_maxima 1, first_from_blocks 1"
+    assert table_of(listed(found), "greedy").row_count == 2 + 1  # and the sums
 
 
 def ranked(x: Tensor) -> Tensor:
@@ -235,26 +267,12 @@ def test_triton_source_is_read():
     assert list(fallbacks(TRITON_CODE)) == ["torch.ops.aten.sort.stable", "extern_kernels.mm", "aten.index_put_"]
 
 
-def test_cpp_source_is_read():
-    (kernel,) = kernels(CPP_CODE)
-    assert kernel == Kernel("cpp_fused_add_0", "cpp", ("in_ptr0", "in_out_ptr0", "out_ptr0", "ks0"), {}, {})
-    assert launches(CPP_CODE) == {kernel.name: 1}
-    assert not fallbacks(CPP_CODE)
-
-
 def test_a_gathered_argument_counts_a_load_for_each_point():
     (kernel,) = kernels(TRITON_CODE)
     rows, table, sums = torch.zeros(2, 300), torch.zeros(1000), torch.zeros(2)
     assert moved_bytes(kernel, (rows, table, sums, sums, 2, 300)) == (4 * (600 + 600 + 2), 4 * (2 + 2))
-    (whole,) = kernels(CPP_CODE)
-    assert moved_bytes(whole, (table, sums, sums, 2)) == (4 * (1000 + 2), 4 * (2 + 2))
 
 
 def test_a_source_without_kernels_has_none():
     code = "async_compile.wait(globals())\ndef call(args):\n    return (args[0], )\n"
     assert (kernels(code), launches(code), fallbacks(code)) == ([], {}, {})
-
-
-def test_the_table_has_a_row_a_kernel_and_one_for_the_sums():
-    found = listed(generated(step_of("greedy", 8, V), "cpp", KNOWN))
-    assert table_of(found, "greedy").row_count == len(found) + 1 == 3

@@ -13,20 +13,6 @@ FOLDER = Path(corpus.__file__).parent
 SMALL = transformer.Config(50, 16, 24, 2, 4, 2, head_dim=8)
 
 
-@pytest.mark.usefixtures("kept_threads")
-def test_training_gives_the_same_bits_again_and_learns_a_repeated_text() -> None:
-    torch.set_num_threads(1)  # several add up gradients in no fixed order
-    stream = torch.arange(4000) * 7 % 50
-    lines: list[str] = []
-    first, second = (train.train(SMALL, stream, stream[:129][None], 5, "cpu", lines.append) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    assert lines[0] == f"has {sum(weight.numel() for weight in first.values()):,} parameters"
-    longer = train.train(SMALL, stream, stream[:129][None], 120, "cpu", lines.append)
-    before, after = (float(train.loss(SMALL, each, stream[:258].view(2, 129))) for each in (first, longer))
-    assert before > 3.5  # log(50) is 3.9
-    assert after < 2.0
-
-
 def test_no_token_attends_to_those_behind_it() -> None:
     weights = train.initial_weights(SMALL, torch.Generator().manual_seed(1), "cpu")
     texts = torch.arange(train.LENGTH)[None] * 3 % 50
@@ -38,21 +24,6 @@ def test_no_token_attends_to_those_behind_it() -> None:
     )
     assert torch.equal(first[:70], second[:70])
     assert not torch.equal(first[70:], second[70:])
-
-
-def test_held_out_blocks_are_not_trained_on() -> None:
-    stream = torch.arange(45 * (train.LENGTH + 1) + 5)
-    trained, held_out = train.split(stream)
-    assert held_out.shape == (2, train.LENGTH + 1)
-    assert len(trained) + held_out.numel() == 45 * (train.LENGTH + 1)
-    assert not set(held_out.flatten().tolist()) & set(trained.tolist())
-
-
-def test_the_rate_rises_and_falls() -> None:
-    rates = [train.rate(step, 1000) for step in range(1001)]
-    assert rates[train.WARM_UP] == max(rates) == 1.0
-    assert rates[0] == 1 / train.WARM_UP
-    assert rates[-1] == pytest.approx(train.LAST_RATE)
 
 
 @pytest.mark.parametrize("name", train.CONFIGS)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.modes import MAX_VOCAB_SIZE
 from tests.engines.sglang_engine import KINDS, LAWS, TOP_K_ALL, batch_info, engine, outputs_of
 
 VOCAB = 64
@@ -105,9 +106,9 @@ def test_a_row_without_any_token_gets_token_0_and_its_neighbours_keep_theirs() -
 @pytest.mark.usefixtures("config")
 def test_temperatures_that_sglang_takes_and_the_sampler_does_not_are_brought_to_its_limit() -> None:
     logits = logits_of(1)
-    laws = [{"temperature": 2e-6}], [{"temperature": 1.01e-5}]
-    low, least = (draw(logits, batch_info(law, [3]), POSITIONS[:1]).tolist() for law in laws)
-    assert low == least == logits.argmax(-1).tolist()
+    for temperature in (2e-6, 1.01e-5):
+        drawn = draw(logits, batch_info([{"temperature": temperature}], [3]), POSITIONS[:1])
+        assert drawn.tolist() == logits.argmax(-1).tolist()
 
 
 @pytest.mark.usefixtures("config")
@@ -139,12 +140,8 @@ def test_the_sampling_mask_is_what_the_token_was_drawn_from() -> None:
 def test_top_p_is_a_share_of_the_whole_row_as_sglangs_joint_filters_are() -> None:
     logits = logits_of(1) / 30  # 10 of 64 tokens hold less than half of the row
     outputs = outputs_of(logits)
-    draw(
-        logits,
-        batch_info([{"top_k": 10, "top_p": 0.5}], [1], sampling_mask_batch_indices=torch.tensor([0])),
-        POSITIONS[:1],
-        outputs,
-    )
+    info = batch_info([{"top_k": 10, "top_p": 0.5}], [1], sampling_mask_batch_indices=torch.tensor([0]))
+    draw(logits, info, POSITIONS[:1], outputs)
     assert outputs.sampling_mask_output.lengths.tolist() == [10]
 
 
@@ -161,6 +158,4 @@ def test_an_engine_with_speculation_or_a_trainers_law_is_refused_at_its_start(co
 
 
 def test_no_top_k_is_as_large_as_sglangs_number_for_none() -> None:
-    from compiled_sampler.modes import MAX_VOCAB_SIZE
-
     assert MAX_VOCAB_SIZE <= TOP_K_ALL

@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteri
 from transformers.generation import NoRepeatNGramLogitsProcessor
 
 from compiled_sampler.integrations.transformers import sample, seeded_assisted
-from tests.engines.tiny_models import FAMILIES, padded, tiny_model
+from tests.engines.tiny_models import padded, tiny_model
 
 pytestmark = pytest.mark.full
 
@@ -33,8 +33,9 @@ def run(model: Any, loop: Any, count: int = 3, **given: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def assistant() -> Any:
-    return tiny_model(noise=0.05)
+def assisted() -> Any:
+    """The loop with an assistant that is near the model."""
+    return partial(seeded_assisted, assistant_model=tiny_model(noise=0.05))
 
 
 def num_passes(model: Any, loop: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) -> int:
@@ -52,17 +53,17 @@ def num_passes(model: Any, loop: Any, monkeypatch: pytest.MonkeyPatch, **given: 
     return passes[0]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "law", "count"),
+    [("Qwen3", "k_p", 3), ("Qwen3", "greedy", 1), ("Llama", "edits", 3), ("Llama", "k_p", 1), ("Gemma", "peaked", 3)],
+)
 def test_an_assistant_changes_no_token(family: str, law: str, count: int) -> None:
     model, small = tiny_model(family), tiny_model(family, noise=0.1)
     loop = partial(seeded_assisted, assistant_model=small)
     assert torch.equal(run(model, loop, count, **LAWS[law]), run(model, sample, count, **LAWS[law]))
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(("law", "count"), [("k_p", 3), ("greedy", 1), ("edits", 3), ("edits", 1), ("peaked", 3)])
 def test_prompt_lookup_changes_no_token(law: str, count: int) -> None:
     model = tiny_model()
     given = {"max_new_tokens": 60, **LAWS[law]}
@@ -70,16 +71,10 @@ def test_prompt_lookup_changes_no_token(law: str, count: int) -> None:
     assert torch.equal(found, run(model, sample, count, **given))
 
 
-def test_an_unlike_assistant_changes_no_token() -> None:
-    model, other = tiny_model(), tiny_model(seed=5)
-    loop = partial(seeded_assisted, assistant_model=other)
-    assert torch.equal(run(model, loop), run(model, sample))
-
-
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize("law", ["k_p", "edits"])
 def test_an_assistant_with_a_larger_head_changes_no_token_and_drafts_none_of_its_rows_beyond(law: str) -> None:
-    """Heads are padded to a multiple; the target has no embedding of such a draft."""
-    model, larger = tiny_model(vocab_size=100), tiny_model(vocab_size=128)
+    """Heads are padded to a multiple; the target has no embedding of such a draft. Their texts are unlike too."""
+    model, larger = tiny_model(vocab_size=100), tiny_model(vocab_size=128, seed=5)
     loop = partial(seeded_assisted, assistant_model=larger)
     assert torch.equal(run(model, loop, **LAWS[law]), run(model, sample, **LAWS[law]))
 
@@ -89,16 +84,15 @@ def test_no_token_is_drawn_beyond_a_vocabulary_that_is_smaller_than_the_head() -
     assert drawn.max() == 9
 
 
-def test_a_near_assistant_saves_most_forward_passes(assistant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_near_assistant_saves_most_forward_passes(assisted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model()
-    loop = partial(seeded_assisted, assistant_model=assistant)
     given = {"min_new_tokens": 30}
-    plain, assisted = (num_passes(model, each, monkeypatch, **given) for each in (sample, loop))
+    plain, num_assisted = (num_passes(model, each, monkeypatch, **given) for each in (sample, assisted))
     assert plain == 30
-    assert assisted <= 15
+    assert num_assisted <= 15
 
 
-def test_criteria_streamers_and_lengths_see_single_tokens(assistant: Any) -> None:
+def test_criteria_streamers_and_lengths_see_single_tokens(assisted: Any) -> None:
     model, seen = tiny_model(), list[int]()
 
     class Lengths(MaxLengthCriteria):
@@ -106,33 +100,29 @@ def test_criteria_streamers_and_lengths_see_single_tokens(assistant: Any) -> Non
             seen.append(input_ids.shape[1])
             return super().__call__(input_ids, scores, **named)
 
-    loop = partial(seeded_assisted, assistant_model=assistant)
     criteria = StoppingCriteriaList([Lengths(13)])
-    assert run(model, loop, stopping_criteria=criteria).shape[1] == 13
+    assert run(model, assisted, stopping_criteria=criteria).shape[1] == 13
     assert seen == list(range(6, 14))
-    assert run(model, loop, max_new_tokens=1).shape[1] == 6
+    assert run(model, assisted, max_new_tokens=1).shape[1] == 6
 
 
-def test_batches_without_eos_draw_on(assistant: Any) -> None:
+def test_batches_without_eos_draw_on(assisted: Any) -> None:
     model = tiny_model()
-    loop = partial(seeded_assisted, assistant_model=assistant)
     model.generation_config.eos_token_id = None
-    assert torch.equal(run(model, loop), run(model, sample))
-    assert run(model, loop).shape[1] == 35
+    assert torch.equal(run(model, assisted), run(model, sample))
+    assert run(model, assisted).shape[1] == 35
 
 
-def test_processors_of_the_caller_see_the_text_before_each_draft(assistant: Any) -> None:
+def test_processors_of_the_caller_see_the_text_before_each_draft(assisted: Any) -> None:
     model = tiny_model()
-    loop = partial(seeded_assisted, assistant_model=assistant)
     given = {"logits_processor": LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)])}
-    assert torch.equal(run(model, loop, **given), run(model, sample, **given))
+    assert torch.equal(run(model, assisted, **given), run(model, sample, **given))
 
 
-def test_scores_and_logits_are_those_of_single_tokens(assistant: Any) -> None:
+def test_scores_and_logits_are_those_of_single_tokens(assisted: Any) -> None:
     model = tiny_model()
-    loop = partial(seeded_assisted, assistant_model=assistant)
     given = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "min_new_tokens": 30}
-    made, plain = run(model, loop, **given), run(model, sample, **given)
+    made, plain = run(model, assisted, **given), run(model, sample, **given)
     assert torch.equal(made.sequences, plain.sequences)
     for name in ("scores", "logits"):
         assert len(made[name]) == len(plain[name]) == 30
@@ -140,11 +130,10 @@ def test_scores_and_logits_are_those_of_single_tokens(assistant: Any) -> None:
             torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
 
 
-def test_seeds_that_the_sampler_draws_are_handed_to_the_assistant(assistant: Any) -> None:
+def test_seeds_that_the_sampler_draws_are_handed_to_the_assistant(assisted: Any) -> None:
     model = tiny_model()
-    loop = partial(seeded_assisted, assistant_model=assistant)
     drawn = []
-    for each in (loop, sample):
+    for each in (assisted, sample):
         torch.manual_seed(3)
         drawn.append(run(model, each, seeds=None))
     assert torch.equal(*drawn)

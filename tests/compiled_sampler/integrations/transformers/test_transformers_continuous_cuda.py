@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from tests.engines.continuous_cases import LAWS, PROMPTS, batched, generated
-from tests.engines.tiny_models import tiny_model
+from tests.engines.tiny_models import LAWS, PROMPTS, batched, generated, tiny_model
 
 ALL = range(len(PROMPTS))
 
@@ -57,7 +56,7 @@ def test_a_captured_step_draws_the_same_beside_others(model: Any) -> None:
 
 def test_logprobs_are_captured_too(model: Any) -> None:
     from compiled_sampler.integrations.transformers.continuous_batching import generate_batch
-    from tests.engines.continuous_cases import SEEDS, cache_of, config_of, eagerly_paged
+    from tests.engines.tiny_models import SEEDS, cache_of, config_of, eagerly_paged
 
     def logprobs(is_graph: bool) -> torch.Tensor:
         cache = cache_of(use_cuda_graph=is_graph, return_logprobs=True)

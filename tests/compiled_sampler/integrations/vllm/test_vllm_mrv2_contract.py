@@ -20,7 +20,7 @@ from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.vllm import install, mrv2_drawing, statistics, uninstall
 from compiled_sampler.integrations.vllm.versions import check_version
 from tests.engines.published_engine import without
-from tests.engines.vllm_mrv2_stand_in import context_of, sampler_of, states_of
+from tests.engines.vllm_stand_in import context_of, sampler_of, states_of
 
 pytestmark = pytest.mark.full
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.integrations.vllm import mrv2_drawing
-from tests.engines.vllm_mrv2_stand_in import context_of, sampler_of, states_of
+from tests.engines.vllm_stand_in import context_of, sampler_of, states_of
 
 VOCAB = 100
 REQUESTS: dict[int, dict[str, Any]] = {

@@ -1,4 +1,7 @@
-"""vLLM's parameters as ours, on a stand-in that has its fields; test_vllm_contract.py holds the fields to vLLM's."""
+"""vLLM's parameters as ours, and the adapter's settings.
+
+On a stand-in that has vLLM's fields; test_vllm_contract.py holds the fields to vLLM's.
+"""
 
 import dataclasses
 from typing import Any
@@ -15,7 +18,7 @@ from compiled_sampler.integrations.vllm.requests import (
     seed_of,
     unsupported,
 )
-from compiled_sampler.integrations.vllm.settings import Settings
+from compiled_sampler.integrations.vllm.settings import Settings, from_text
 from tests.engines.vllm_stand_in import DEFAULTS, Given
 
 
@@ -92,11 +95,17 @@ def test_what_the_sampler_does_not_have_is_named(given: dict[str, Any]) -> None:
     assert (name in reason) or ("biases" in reason)
 
 
-def test_stop_tokens_that_no_logit_has_are_left_out() -> None:
-    """They come from the model's generation config too, and nothing can draw them."""
-    assert unsupported(Given(min_tokens=2, _all_stop_token_ids={7, 100}), 100) is None
-    assert unsupported(Given(min_tokens=2, _all_stop_token_ids={100}), 100) is None
-    assert unsupported(Given(allowed_token_ids=[3, 100]), 100) is None
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"min_tokens": 2, "_all_stop_token_ids": {7, 100}},
+        {"min_tokens": 2, "_all_stop_token_ids": {100}},  # from the model's generation config; nothing can draw it
+        {"allowed_token_ids": [3, 100]},
+        {"watermarking": False, "structured_outputs": object(), "max_tokens": 3, "logprobs": 5},
+    ],
+)
+def test_what_it_has_is_not_refused(given: dict[str, Any]) -> None:
+    assert unsupported(Given(**given), 100) is None
 
 
 def test_a_prompt_of_embeddings_is_refused_only_with_edits_that_read_its_tokens() -> None:
@@ -116,11 +125,29 @@ def test_extra_args_that_an_engine_cannot_serve_are_named() -> None:
     assert unsupported(Given(extra_args={"other": 1}), 100, Settings(v2="untested")) is None
 
 
-def test_what_it_has_is_not_refused() -> None:
-    assert unsupported(Given(watermarking=False, structured_outputs=object(), max_tokens=3, logprobs=5), 100) is None
-
-
 def test_a_request_without_any_token_ends() -> None:
     assert ending_token(Given(_eos_token_id=5, _all_stop_token_ids={3, 5})) == 5
     assert ending_token(Given(_all_stop_token_ids={7, 3})) == 3
     assert ending_token(Given()) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (Settings(), "1"),
+        (Settings(rule="block"), "rule=block"),
+        (Settings(v2="untested"), "v2=untested"),
+        (Settings(warmup="off"), "warmup=off"),
+        (Settings("stock", "rejection", "eager"), "on_unsupported=stock,rule=rejection,backend=eager"),
+    ],
+)
+def test_settings_come_back_from_their_text(settings: Settings, text: str) -> None:
+    assert settings.text == text
+    assert from_text(text) == settings
+    assert from_text("") is from_text("0") is None
+
+
+@pytest.mark.parametrize("text", ["yes", "rule=fast", "speed=1", "rule"])
+def test_another_text_is_refused_with_the_choices(text: str) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        from_text(text)

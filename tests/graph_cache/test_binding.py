@@ -21,52 +21,35 @@ def bound_cache(logits: torch.Tensor) -> tuple[GraphCache, Spied]:
     return cache, spied
 
 
-def test_a_bound_tensor_is_read_in_place_and_needs_no_owned_buffer() -> None:
-    logits = torch.randn(8, 5)
-    cache, spied = bound_cache(logits)
-    tensors = {**batch(3), "logits": logits[:3]}
-    logits.copy_(torch.randn(8, 5))
-    assert same_bits(cache.run("score", tensors), expected(tensors))
-    assert {each["logits"].data_ptr() for each in spied.tensors} == {logits.data_ptr()}
-    assert cache.statistics().fallbacks == {}
-    small_inputs, outputs = 8 * (4 + 8), 8 * (8 + 5 * 4)
-    assert cache.statistics().buffer_bytes == small_inputs + outputs
+def test_a_bound_tensor_of_any_strides_is_read_in_place_left_as_it_was_and_needs_no_owned_buffer() -> None:
+    for logits in (torch.randn(8, 5), torch.randn(9, 8).T):  # the second is wider than the input, strides (1, 8)
+        cache, spied = bound_cache(logits)
+        tensors = {**batch(3), "logits": logits[:3]}
+        logits.copy_(torch.randn(logits.shape))
+        before = logits.clone()
+        assert same_bits(cache.run("score", tensors), expected(tensors))
+        assert torch.equal(logits, before)
+        assert {each["logits"].data_ptr() for each in spied.tensors} == {logits.data_ptr()}
+        assert spied.tensors[-1]["logits"].stride() == logits.stride()
+        assert cache.statistics().fallbacks == {}
+        small_inputs, outputs = 8 * (4 + 8), 8 * (8 + 5 * 4)
+        assert cache.statistics().buffer_bytes == small_inputs + outputs
+        identity = Binding("logits", logits.data_ptr(), tuple(logits.shape), logits.stride(), torch.float32)
+        assert cache.prepared() == [VariantKey("score", rows, (identity,)) for rows in (8, 4, 2)]
 
 
-def test_a_bound_tensor_may_be_strided_and_wider_than_the_input() -> None:
-    logits = torch.randn(9, 8).T  # [8, 9], strides (1, 8)
-    cache, spied = bound_cache(logits)
-    tensors = {**batch(4), "logits": logits[:4]}
-    assert same_bits(cache.run("score", tensors), expected(tensors))
-    assert spied.tensors[-1]["logits"].stride() == (1, 8)
-
-
-def test_a_run_leaves_a_bound_tensor_as_it_was() -> None:
-    logits = torch.randn(8, 5)
-    cache, _ = bound_cache(logits)
-    copy = logits.clone()
-    cache.run("score", {**batch(3), "logits": logits[:3]})
-    assert torch.equal(logits, copy)
-
-
-def test_keys_hold_the_identity_of_the_bound_tensor() -> None:
-    logits = torch.randn(8, 5)
-    cache, _ = bound_cache(logits)
-    identity = Binding("logits", logits.data_ptr(), (8, 5), (5, 1), torch.float32)
-    assert cache.prepared() == [VariantKey("score", rows, (identity,)) for rows in (8, 4, 2)]
-
-
-@pytest.mark.parametrize("other", ["elsewhere", "offset", "strides"])
-def test_any_other_tensor_goes_through_the_owned_buffer(other: str) -> None:
+@pytest.mark.parametrize("other", ["itself", "elsewhere", "offset", "strides"])
+def test_only_the_bound_tensor_is_read_in_place_where_both_variants_are_prepared(other: str) -> None:
     logits = torch.randn(8, 5)
     cache, spied = bound_cache(logits)
     cache.unbind("logits")
     cache.warmup()
     cache.bind("logits", logits)
-    foreign = {"elsewhere": torch.randn(3, 5), "offset": logits[1:4], "strides": logits.view(4, 10)[:3, :5]}[other]
-    tensors = {**batch(3), "logits": foreign}
+    foreign = {"elsewhere": torch.randn(3, 5), "offset": logits[1:4], "strides": logits.view(4, 10)[:3, :5]}
+    tensors = {**batch(3), "logits": foreign.get(other, logits[:3])}
     assert same_bits(cache.run("score", tensors), expected(tensors))
-    assert spied.tensors[-1]["logits"].data_ptr() == cache.input_buffer("logits").data_ptr()
+    place = logits if other == "itself" else cache.input_buffer("logits")
+    assert spied.tensors[-1]["logits"].data_ptr() == place.data_ptr()
     assert cache.statistics().fallbacks == {}
 
 
@@ -97,37 +80,21 @@ def test_a_binding_with_fewer_rows_than_a_bucket_leaves_that_bucket_to_the_owned
     assert cache.statistics().fallbacks == {}
 
 
-def test_another_binding_does_not_use_the_variants_of_the_first() -> None:
+def test_variants_of_a_binding_serve_it_alone_also_when_it_is_bound_again() -> None:
     first, second = torch.randn(8, 5), torch.randn(8, 5)
     cache, _ = bound_cache(first)
-    cache.run("score", {**batch(3), "logits": first[:3]})
-    cache.bind("logits", second)
-    for logits in (first, second):
-        tensors = {**batch(3), "logits": logits[:3]}
-        assert same_bits(cache.run("score", tensors), expected(tensors))
-    assert (cache.statistics().replays, cache.statistics().direct_runs) == (1, 2)
-
-
-def test_the_bound_variant_is_taken_where_the_owned_one_is_prepared_too() -> None:
-    logits = torch.randn(8, 5)
-    cache, spied = bound_cache(logits)
-    cache.unbind("logits")
-    cache.warmup()
-    cache.bind("logits", logits)
-    tensors = {**batch(3), "logits": logits[:3]}
-    assert same_bits(cache.run("score", tensors), expected(tensors))
-    assert spied.tensors[-1]["logits"].data_ptr() == logits.data_ptr()
-
-
-def test_a_tensor_bound_again_finds_its_variants() -> None:
-    logits = torch.randn(8, 5)
-    cache, _ = bound_cache(logits)
-    cache.unbind("logits")
-    tensors = {**batch(3), "logits": logits[:3]}
-    cache.run("score", tensors)
-    cache.bind("logits", logits)
-    cache.run("score", tensors)
-    assert (cache.statistics().direct_runs, cache.statistics().replays) == (1, 1)
+    replays = []
+    for bound in (first, second, None, first):
+        cache.unbind("logits")
+        if bound is not None:
+            cache.bind("logits", bound)
+        for logits in (first, second):
+            tensors = {**batch(3), "logits": logits[:3]}
+            assert same_bits(cache.run("score", tensors), expected(tensors))
+            replays.append(cache.statistics().replays)
+        if bound is None:
+            cache.bind("logits", second)
+    assert replays == [1, 1, 1, 1, 1, 1, 2, 2]
 
 
 def test_evicting_the_unbound_keeps_owned_and_current_variants() -> None:
@@ -164,9 +131,3 @@ def test_a_binding_keeps_its_tensor_alive() -> None:
     assert identity is not None
     taken = [torch.zeros(8, 5) for _ in range(50)]
     assert identity[0].data_ptr not in {each.data_ptr() for each in taken}
-
-
-def test_unbinding_what_is_not_bound_says_what_is() -> None:
-    cache, _ = bound_cache(torch.randn(8, 5))
-    with pytest.raises(ValueError, match=r"'scale' must be bound .* bound now: 'logits'"):
-        cache.unbind("scale")

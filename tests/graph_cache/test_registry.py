@@ -1,13 +1,14 @@
-"""What a caller may not pass: the message has the rule, the value and the way out."""
+"""What a caller may pass: the ladder of buckets, and messages with the rule, the value and the way out."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from graph_cache import BufferSpec, GraphCache
+from graph_cache import BucketLadder, BufferSpec, GraphCache
 from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, cache_of
 
 
@@ -38,9 +39,6 @@ def test_a_wrong_input_is_refused(
 ) -> None:
     with pytest.raises(kind, match=message):
         cache.run("score", {**batch(3), **changed})
-
-
-def test_a_missing_input_is_named(cache: GraphCache) -> None:
     with pytest.raises(ValueError, match="missing 'scale', 'shift', unknown none"):
         cache.run("score", {"logits": torch.ones(3, 5)})
 
@@ -76,25 +74,19 @@ def test_a_wrong_out_is_refused(cache: GraphCache, out: Any, kind: type[Exceptio
         cache.run("score", batch(3), out=out)
 
 
-def test_an_unknown_name_lists_the_registered_ones(cache: GraphCache) -> None:
-    for use in (lambda: cache.run("scor", batch(3)), lambda: cache.warmup(["scor"]), lambda: cache.evict("scor")):
-        with pytest.raises(ValueError, match="got 'scor'; registered: 'score'"):
-            use()
-
-
-def test_an_unknown_bucket_lists_the_ladder(cache: GraphCache) -> None:
-    with pytest.raises(ValueError, match=r"among \(2, 4, 8\), got \[3\]"):
-        cache.warmup(buckets=[3])
-
-
-def test_an_unknown_input_name_lists_the_known_ones(cache: GraphCache) -> None:
-    uses = (
-        lambda: cache.bind("logit", torch.zeros(8, 5)),
-        lambda: cache.unbind("logit"),
-        lambda: cache.input_buffer("logit"),
-    )
-    for use in uses:
-        with pytest.raises(ValueError, match="got 'logit'; known: 'logits', 'scale', 'shift'"):
+def test_an_unknown_name_lists_the_known_ones(cache: GraphCache) -> None:
+    callables, inputs = "got 'scor'; registered: 'score'", "got 'logit'; known: 'logits', 'scale', 'shift'"
+    for message, use in (
+        (callables, lambda: cache.run("scor", batch(3))),
+        (callables, lambda: cache.warmup(["scor"])),
+        (callables, lambda: cache.evict("scor")),
+        (inputs, lambda: cache.bind("logit", torch.zeros(8, 5))),
+        (inputs, lambda: cache.unbind("logit")),
+        (inputs, lambda: cache.input_buffer("logit")),
+        (r"among \(2, 4, 8\), got \[3\]", lambda: cache.warmup(buckets=[3])),
+        (r"'scale' must be bound .* bound now: none", lambda: cache.unbind("scale")),
+    ):
+        with pytest.raises(ValueError, match=message):
             use()
 
 
@@ -128,3 +120,30 @@ def test_a_refused_registration_leaves_no_input_behind(cache: GraphCache) -> Non
             cache.register(name, Spied(), inputs, covers=covers)
     with pytest.raises(ValueError, match="known: 'logits', 'scale', 'shift'"):
         cache.bind("fresh", torch.zeros(8))
+
+
+def test_a_ladder_is_ascending_without_repeats_and_its_sizes_are_ints() -> None:
+    ladder = BucketLadder.of(np.array([8, 1, 4, 8, 2]))  # type: ignore[arg-type]
+    assert ladder.sizes == (1, 2, 4, 8)
+    assert set(map(type, ladder.sizes)) == {int}
+
+
+@pytest.mark.parametrize(("rows", "bucket"), [(0, 2), (2, 2), (3, 4), (8, 8), (9, None)])
+def test_the_bucket_of_a_batch_is_the_smallest_that_holds_it(rows: int, bucket: int | None) -> None:
+    ladder = BucketLadder.of((2, 4, 8))
+    assert ladder.bucket_for(rows) == bucket
+    assert ladder.at_least(rows) == tuple(size for size in (2, 4, 8) if size >= rows)
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (4, -1), (2.0,), (True,), 5, None, "12", b"\x01"])
+def test_a_ladder_of_anything_but_positive_integers_is_refused(sizes: object) -> None:
+    with pytest.raises(ValueError if type(sizes) is tuple else TypeError, match="integers >= 1, got"):
+        BucketLadder.of(sizes)  # type: ignore[arg-type]
+
+
+def test_a_choice_of_buckets_must_be_of_the_ladder() -> None:
+    ladder = BucketLadder.of((2, 4, 8))
+    assert ladder.chosen([8, 2, 8]) == (2, 8)
+    assert ladder.chosen(None) == (2, 4, 8)
+    with pytest.raises(ValueError, match=r"among \(2, 4, 8\), got \[3\]"):
+        ladder.chosen([2, 3])

@@ -1,5 +1,7 @@
 """Copies of several tensors: every value arrives, in as few launches as there can be."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -28,26 +30,29 @@ def test_copies_keep_every_value_for_mixed_dtypes_and_strides() -> None:
 SMALL = [torch.arange(6), torch.arange(12).view(6, 2), torch.arange(6, dtype=torch.int32), torch.randn(6)]
 
 
+@contextmanager
+def launches() -> Iterator[mock.Mock]:
+    """Copies of several tensors within the block; one that is copied alone is an error."""
+    alone = mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own"))
+    with mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together, alone:
+        yield together
+
+
 @pytest.mark.parametrize("count", [2, 3, 4])
 def test_small_contiguous_tensors_of_any_words_take_one_launch(count: int) -> None:
     sources = SMALL[:count]
     targets = [torch.empty_like(source) for source in sources]
-    with (
-        mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together,
-        mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own")),
-    ):
+    with launches() as together:
         copy_tensors(targets, sources)
-    assert together.call_count == 1
+        NewCopies(sources)()
+    assert together.call_count == 1 + 1
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
 
 
 def test_conversions_of_one_pair_of_dtypes_take_one_launch() -> None:
     sources = [torch.arange(6, dtype=torch.int32), torch.arange(12, dtype=torch.int32).view(6, 2), *SMALL]
     targets = [torch.empty(each.shape, dtype=torch.int64) for each in sources[:2]] + [*map(torch.empty_like, SMALL)]
-    with (
-        mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together,
-        mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own")),
-    ):
+    with launches() as together:
         copy_tensors(targets, sources)
     assert together.call_count == 2
     assert all(torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources, strict=True))
@@ -61,13 +66,14 @@ def test_numbers_are_converted_whatever_their_strides(dtype: torch.dtype) -> Non
     assert all(torch.equal(target, source.to(dtype)) for target, source in zip(targets, sources, strict=True))
 
 
-def test_large_tensors_are_copied_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_and_single_ones_are_copied_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_MOST_BYTES", 40)
+    sources = [torch.randn(11), torch.randn(10)]
+    targets = [torch.empty(11), torch.empty(10)]
     with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):
-        source = torch.randn(11)
-        target = torch.empty(11)
-        copy_tensors([target, torch.empty(10)], [source, torch.randn(10)])
-    assert torch.equal(target, source)
+        copy_tensors(targets, sources)
+        assert all(map(torch.equal, NewCopies(sources)(), sources))
+    assert all(map(torch.equal, targets, sources))
 
 
 def test_numbers_and_empty_tensors_are_copied() -> None:
@@ -127,20 +133,3 @@ def test_new_copies_hold_what_the_sources_hold_at_each_call(count: int) -> None:
         for _, source in pairs:
             source.fill_(turn)
         assert all(torch.equal(*pair) for pair in zip(copies_of(), sources, strict=True) if pair[1] is not None)
-
-
-def test_new_copies_of_small_tensors_take_one_launch() -> None:
-    copies_of = NewCopies(SMALL)
-    with (
-        mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together,
-        mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own")),
-    ):
-        copies_of()
-    assert together.call_count == 1
-
-
-def test_new_copies_leave_large_and_single_tensors_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "_MOST_BYTES", 40)
-    sources = [torch.randn(11), torch.randn(10)]
-    with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):
-        assert all(map(torch.equal, NewCopies(sources)(), sources))

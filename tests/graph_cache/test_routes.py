@@ -1,0 +1,249 @@
+"""A run gives what the callable gives for every batch, also where the variant made for it is missing."""
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from graph_cache import CaptureError, GraphCache, VariantKey
+from tests.graph_cache.recorded import (
+    SPECS,
+    WIDTH,
+    RecordingBackend,
+    Scores,
+    Spied,
+    batch,
+    cache_of,
+    expected,
+    same_bits,
+)
+
+ROW_BYTES = WIDTH * 4 + 4 + 8
+
+
+def test_replays_in_any_order_of_sizes_equal_the_direct_call(cache: GraphCache, backend: RecordingBackend) -> None:
+    order = (8, 1, 5, 2, 6, 8, 3, 1, 7, 4)
+    for rows in order:
+        tensors = batch(rows)
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        assert same_bits(cache.run("score", tensors), expected(copies))
+        assert all(torch.equal(tensors[name], copies[name]) for name in tensors)
+    assert backend.num_replays == len(order)
+
+
+def test_a_graph_is_given_the_batch_and_then_the_fill(cache: GraphCache, spied: Spied) -> None:
+    cache.run("score", batch(8))
+    tensors = batch(3)
+    cache.run("score", tensors)
+    given = spied.values[-1]
+    assert given["shift"].tolist() == [*tensors["shift"].tolist(), 3]
+    assert given["scale"].tolist() == [*tensors["scale"].tolist(), 1.0]
+    assert torch.equal(given["logits"][:3], tensors["logits"])
+    assert given["logits"][3].tolist() == [-7.0] * WIDTH
+
+
+def test_strided_and_wider_inputs_and_the_first_rows_of_longer_ones_equal_the_direct_call(cache: GraphCache) -> None:
+    tensors = batch(3)
+    strided = {
+        "logits": batch(3, width=9)["logits"].T.contiguous().T,
+        "scale": torch.stack((tensors["scale"], tensors["scale"]), 1)[:, 0],
+        "shift": tensors["shift"][:1].expand(3),
+    }
+    assert same_bits(cache.run("score", strided), expected(strided))
+    longer = {**batch(8), "shift": torch.arange(5)}
+    assert same_bits(cache.run("score", longer, rows=3), expected(longer, 3))
+
+
+def test_results_outlive_the_next_run(cache: GraphCache) -> None:
+    first = batch(4)
+    results = cache.run("score", first)
+    cache.run("score", batch(4))
+    assert same_bits(results, expected(first))
+
+
+@pytest.mark.parametrize("outer", [False, True])
+@pytest.mark.parametrize("rows", [0, 3, 8, 12])
+def test_out_takes_the_results_and_is_returned(
+    cache: GraphCache, backend: RecordingBackend, rows: int, outer: bool
+) -> None:
+    backend.outer = outer
+    tensors = batch(rows)
+    out = Scores(torch.full((rows,), -1), torch.full((WIDTH, rows), -1.0).T)
+    assert cache.run("score", tensors, out=out) is out
+    assert same_bits(out, expected(tensors))
+
+
+def test_a_batch_written_to_the_owned_buffer_is_not_copied(cache: GraphCache, spied: Spied) -> None:
+    buffer = cache.input_buffer("logits")
+    cache.run("score", batch(8))
+    tensors = batch(3)
+    buffer[:3] = tensors["logits"]
+    results = cache.run("score", {**tensors, "logits": buffer[:3]})
+    assert same_bits(results, expected(tensors))
+    assert spied.values[-1]["logits"][3].tolist() == [-7.0] * WIDTH
+
+
+def test_an_outer_capture_gets_the_callable_on_the_callers_tensors(
+    cache: GraphCache, backend: RecordingBackend, spied: Spied
+) -> None:
+    backend.outer = True
+    tensors = batch(3)
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert backend.num_replays == 0
+    assert spied.tensors[-1]["logits"].data_ptr() == tensors["logits"].data_ptr()
+    backend.outer = False
+    cache.run("score", tensors)
+    assert backend.num_replays == 1
+
+
+def test_a_batch_without_rows_is_a_direct_call(cache: GraphCache, backend: RecordingBackend) -> None:
+    results = cache.run("score", batch(3), rows=0)
+    assert (results.best.shape, results.scaled.shape) == ((0,), (0, WIDTH))
+    assert backend.num_replays == 0
+    assert cache.statistics().fallbacks == {}
+
+
+def test_without_a_backend_the_callable_gets_the_callers_rows_and_nothing_is_prepared(spied: Spied) -> None:
+    cache = cache_of(spied, None)
+    cache.warmup(progress=lambda *_: pytest.fail("nothing is captured"))
+    tensors = batch(3, width=9)
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert [tuple(each["logits"].shape) for each in spied.tensors] == [(3, WIDTH)]
+    statistics = cache.statistics()
+    assert (statistics.direct_runs, statistics.fallbacks, statistics.variants) == (1, {}, 0)
+    assert (statistics.pool_bytes, statistics.buffer_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("warmed_up_within", [True, False])
+def test_replays_work_in_and_out_of_inference_mode(backend: RecordingBackend, warmed_up_within: bool) -> None:
+    cache = cache_of(Spied(), backend)
+    with torch.inference_mode(warmed_up_within):
+        cache.warmup()
+    for within in (True, False):
+        with torch.inference_mode(within):
+            tensors = batch(3)
+            assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert backend.num_replays == 2
+
+
+def covered_cache(backend: RecordingBackend, most_copied: float = math.inf) -> GraphCache:
+    """``plain`` (no shift: 3 is its fill) is covered by ``second`` and ``score``, registered in this order."""
+    cache = GraphCache("cpu", (2, 4, 8), backend=backend)
+    cache.register(
+        "plain",
+        lambda logits, scale: Scores(logits.argmax(-1) + 3, logits * scale[:, None]),
+        {name: SPECS[name] for name in ("logits", "scale")},
+        most_copied=most_copied,
+    )
+    cache.register("second", Spied(), SPECS, covers=["plain"])
+    cache.register("score", Spied(), SPECS, covers=["plain"])
+    return cache
+
+
+def plain(rows: int) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in batch(rows).items() if name != "shift"}
+
+
+def test_the_smallest_variant_that_is_there_serves_and_one_captured_later_the_next_run(spied: Spied) -> None:
+    cache = cache_of(spied, RecordingBackend())
+    tensors = batch(1)
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert spied.tensors[-1]["scale"].data_ptr() == tensors["scale"].data_ptr()
+    assert cache.statistics().buffer_bytes == 0
+    for buckets in ([8], [4], [2]):
+        cache.warmup(buckets=buckets)
+        assert same_bits(cache.run("score", tensors), expected(tensors))
+    statistics = cache.statistics()
+    assert (statistics.direct_runs, statistics.replays) == (1, 3)
+    servers = ("direct", "score[8]", "score[4]", "score[2]")
+    assert statistics.coverage == {f"score rows=1 -> {server}": 1 for server in servers}
+    reasons = ("no variant", "larger bucket 8", "larger bucket 4")
+    assert statistics.fallbacks == {f"score rows=1: {reason}": 1 for reason in reasons}
+
+
+def test_more_rows_than_the_largest_bucket_are_called_directly(cache: GraphCache) -> None:
+    tensors = batch(9)
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert cache.statistics().fallbacks == {"score rows=9: more rows than the largest bucket 8": 1}
+
+
+def test_a_covering_callable_serves_with_the_missing_input_at_its_fill(backend: RecordingBackend) -> None:
+    cache = covered_cache(backend)
+    cache.warmup(names=["score"])
+    cache.run("score", batch(4))  # leaves other values in the input that plain lacks
+    tensors = plain(3)
+    wanted = expected({**tensors, "shift": torch.full((3,), 3)})
+    assert same_bits(cache.run("plain", tensors), wanted)
+    assert backend.num_replays == 2
+    assert cache.statistics().fallbacks == {"plain rows=3: covered by score[4]": 1}
+
+
+@pytest.mark.parametrize(
+    ("prepared", "asked", "server"),
+    [
+        ({"score": None, "second": [8]}, "plain", "second[8]"),
+        ({"score": None, "plain": [8]}, "plain", "plain[8]"),
+        ({"plain": None}, "score", "direct"),
+    ],
+    ids=["by order of registration", "a larger bucket of its own first", "covering is not mutual"],
+)
+def test_a_callable_with_fewer_variants_is_served_by_the_first_that_covers_it(
+    backend: RecordingBackend, prepared: dict[str, list[int] | None], asked: str, server: str
+) -> None:
+    cache = covered_cache(backend)
+    for name, buckets in prepared.items():
+        cache.warmup(names=[name], buckets=buckets)
+    cache.run(asked, plain(1) if asked == "plain" else batch(1))
+    assert cache.statistics().coverage == {f"{asked} rows=1 -> {server}": 1}
+
+
+def test_a_covering_callable_with_other_results_is_refused_when_it_is_captured(backend: RecordingBackend) -> None:
+    class Other(NamedTuple):
+        best: Tensor
+
+    cache = covered_cache(backend)
+    cache.register("other", lambda logits: Other(logits.argmax(-1)), {"logits": SPECS["logits"]}, covers=["plain"])
+    cache.warmup(names=["plain"])
+    with pytest.raises(CaptureError, match="'other' must return what 'plain' returns") as caught:
+        cache.warmup(names=["other"])
+    assert isinstance(caught.value.__cause__, TypeError)
+    assert cache.prepared() == [VariantKey("plain", rows) for rows in (8, 4, 2)]
+
+
+@pytest.mark.parametrize(
+    ("most", "rows", "width", "bound", "replays"),
+    [
+        (3 * ROW_BYTES, 3, WIDTH, None, 1),
+        (3 * ROW_BYTES - 1, 3, WIDTH, None, 0),
+        (4 * (4 + 8), 4, WIDTH, "before", 1),
+        (2 * ROW_BYTES, 2, WIDTH, "behind", 1),
+        (0, 3, WIDTH + 2, None, 1),
+    ],
+    ids=["as many", "more", "what is read in place is not copied", "rows of a bound buffer count", "another stride"],
+)
+def test_a_batch_of_more_bytes_than_are_copied_is_called_directly(
+    backend: RecordingBackend, most: int, rows: int, width: int, bound: str | None, replays: int
+) -> None:
+    """A buffer that is bound behind the warm-up has no variant: the rows of the batch alone are copied from it."""
+    cache, tensors = GraphCache("cpu", (4,), backend=backend), batch(rows, width)
+    cache.register("score", Spied(), SPECS, most_copied=most)
+    buffer = torch.cat([tensors["logits"], torch.zeros(30, width)])
+    tensors["logits"] = buffer[:rows]
+    if bound == "before":
+        cache.bind("logits", buffer)
+    cache.warmup()
+    if bound == "behind":
+        cache.bind("logits", buffer)
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert backend.num_replays == replays
+    assert (cache.statistics().coverage == {f"score rows={rows} -> direct": 1}) == (replays == 0)
+
+
+def test_a_callable_without_variants_of_its_own_is_replayed_whatever_is_copied(backend: RecordingBackend) -> None:
+    cache = covered_cache(backend, most_copied=0)
+    cache.warmup(names=["score"])
+    tensors = plain(3)
+    assert same_bits(cache.run("plain", tensors), expected({**tensors, "shift": torch.full((3,), 3)}))
+    assert backend.num_replays == 1
