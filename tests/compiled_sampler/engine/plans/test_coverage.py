@@ -30,6 +30,7 @@ from tests.builders import custom_edits
 from tests.builders.custom_edits import custom_sampler
 from tests.builders.edits import FILTERS, OF_EDIT, V
 from tests.builders.sampler import replay_recordings
+from tests.tiers import tiers
 
 K = 2
 DRAWN: dict[str, dict[str, Any]] = {
@@ -223,7 +224,7 @@ def on_cpu(made: Any) -> Any:
     return tree_map(lambda each: each.cpu() if isinstance(each, Tensor) else each, made)
 
 
-@pytest.mark.parametrize("call", ["sample", "match"])
+@pytest.mark.parametrize("call", tiers(["sample"], ["sample", "match"]))
 def test_compiled_steps_say_so_too(call):
     """Greedy without edits; and by races, with drafts, of which the history takes none of such a request."""
     logits, drafts, positions = given()

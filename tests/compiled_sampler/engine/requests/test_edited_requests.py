@@ -235,8 +235,7 @@ def test_logits_that_cannot_be_written_are_not_consumed():
                 sampler.sample(plan, torch.zeros(2, V, dtype=dtype), torch.tensor([3, 4]), consume_logits=leave)
 
 
-@pytest.mark.parametrize("leave", ["consume_logits", "restore_logits"])
-@pytest.mark.parametrize("is_cold", [True, False], ids=["listed", "from disk"])
+@pytest.mark.parametrize(("is_cold", "leave"), [(True, "consume_logits"), (False, "restore_logits")])
 def test_a_warmup_leaves_bound_logits_that_edits_may_write_as_they_are(monkeypatch, is_cold, leave):
     """Also where stages are listed, whose results are zeros then; to the bit, and requests have edits already."""
     monkeypatch.setattr(CompiledStages, "compile", lambda *_: None)

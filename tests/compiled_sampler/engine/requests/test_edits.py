@@ -65,26 +65,6 @@ def test_random_requests_draw_what_the_slow_truth_edits(backend, rounds, edits):
             sampler.remove_request(slot)
 
 
-@pytest.mark.full
-def test_one_slot_is_a_number_like_others():
-    """Compiled, where torch takes a size of 1 for a constant: a request after another in the only slot."""
-    samplers = [edited_sampler(backend, 1) for backend in ("eager", "compiled")]
-    for seed in range(3):
-        given = {"temperature": 0.0, "seed": seed, "repetition_penalty": 3.0, "logit_bias": {seed: 2.0}}
-        request = Request({**given, "stop_token_ids": (5, 6)}, [3, 10, 4, 4], [3, 10 + seed])
-        plans = [sampler.plan([request.added(sampler)]) for sampler in samplers]
-        for position in range(request.position, request.position + 6):
-            logits = 2.0 * torch.randn(1, V)
-            eager, compiled = (
-                sampler.sample(plan, logits, torch.tensor([position]))
-                for sampler, plan in zip(samplers, plans, strict=True)
-            )
-            assert eager.token_ids.tolist() == compiled.token_ids.tolist()
-            assert eager.finished.tolist() == compiled.finished.tolist()
-        for sampler, plan in zip(samplers, plans, strict=True):
-            sampler.remove_request(plan.slots[0])
-
-
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     tiers(
@@ -158,10 +138,6 @@ def test_plain_streams_end_at_stops_and_masked_rows():
     assert streamed(sampler, requests, rows, torch.full_like(masks, -1), ends, lambda row, position: []) != plain
     bare = [Request({**each.given, "repetition_penalty": 1.0}, each.prompt, each.output) for each in requests]
     assert streamed(sampler, bare, rows, masks, ends, lambda row, position: []) != plain
-
-
-def drafted_plan(sampler: Sampler, slots):
-    return sampler.plan(slots, num_drafts=[2] * len(slots))
 
 
 def test_recorded_steps_draw_the_same_and_write_the_history():

@@ -9,7 +9,7 @@ from compiled_sampler import Logprobs, Sampler, SamplingParams, Verification
 from tests.builders.sampler import SHARED_SLOTS, same
 from tests.oracles import oracle_filters
 
-V, DRAWS = 129, 20_000
+V, DRAWS = 129, 10_000
 FILTERS = [
     {"top_n_sigma": 1.0},
     {"min_k": True, "min_k_tau": 60.0},
@@ -45,7 +45,7 @@ def is_plausible(count, probability, rows=DRAWS):
     return abs(count - rows * probability) <= 5.0 * math.sqrt(rows * probability * (1.0 - probability))
 
 
-@pytest.mark.parametrize("probability", [0.1, 0.5, 0.85])
+@pytest.mark.parametrize("probability", [0.1, 0.85])
 def test_top_choices_are_excluded_as_often_as_asked_for(probability):
     """False alarm: 6e-7 each; the control is the count of another probability, 0.03 away, which must fail."""
     count = filtered_once(probability)

@@ -103,15 +103,6 @@ def new_needs(params: SamplingParams) -> int:
     return needs_of(state, [state.add(params)])
 
 
-def test_other_slots_are_left_alone():
-    state = new_state()
-    slots = [state.add(params) for params in list(REQUESTS.values())[:3]]
-    before = [entry(state, slot) for slot in slots]
-    state.remove(slots[1])
-    state.add(REQUESTS["full"])
-    assert [entry(state, slot) for slot in (slots[0], slots[2])] == [before[0], before[2]]
-
-
 def test_a_table_made_under_inference_mode_is_written_outside_of_it():
     with torch.inference_mode():
         state = new_state(2)
@@ -129,17 +120,6 @@ def test_where_an_upload_fails_a_later_one_brings_everything(monkeypatch):
     assert state.is_pending
     assert [entry(state, slot) for slot in slots] == [as_stored(REQUESTS["full"]), as_stored(REQUESTS["min_p"])]
     assert not state.is_pending
-
-
-def test_the_device_sees_requests_from_the_upload_on(monkeypatch):
-    state = new_state()
-    before = [column.clone() for column in state.table]
-    slots = [state.add(params) for params in list(REQUESTS.values())[:3]]
-    assert all(torch.equal(*pair) for pair in zip(state.table, before, strict=True))
-    state.upload()
-    assert [entry(state, slot) for slot in slots] == [as_stored(params) for params in list(REQUESTS.values())[:3]]
-    monkeypatch.setattr(PinnedRing, "send", lambda *_: 1 / 0)
-    state.upload()  # nothing is pending
 
 
 def test_when_slots_run_out_nothing_is_lost():
@@ -212,17 +192,6 @@ def test_a_slot_that_changes_hands_is_told_from_one_that_stays():
         assert state.changed_since(epoch, slots).tolist() == [False, False, True]
     state.remove(1)
     assert not state.changed_since(state.epoch - 1, slots).any()
-
-
-def test_every_arrival_and_departure_is_an_epoch():
-    state = new_state()
-    epochs = [state.epoch]
-    for _ in range(2):
-        state.add(SamplingParams())
-        epochs.append(state.epoch)
-    state.remove(0)
-    epochs.append(state.epoch)
-    assert len(set(epochs)) == 4
 
 
 def test_a_missing_seed_is_drawn_and_kept():
