@@ -94,20 +94,16 @@ def test_what_was_asked_before_is_not_checked_again(sampler, monkeypatch):
 
 
 WRONG: dict[str, tuple[Callable[[Tensor, Tensor, SampleOutputs], tuple[object, object, object]], type[Exception]]] = {
-    "fewer rows": (lambda x, p, o: (x[:2], p, o), ValueError),
     "narrow rows": (lambda x, p, o: (x[:, :-1], p, o), ValueError),
     "a column stride": (lambda x, p, o: (x.view(-1).as_strided((R, V), (1, R)), p, o), ValueError),
-    "logits of another dtype": (lambda x, p, o: (x.view(torch.int32), p, o), TypeError),
     "no logits": (lambda x, p, o: (None, p, o), TypeError),
     "a list of logits": (lambda x, p, o: (x.tolist(), p, o), TypeError),
     "positions of another dtype": (lambda x, p, o: (x, p.view(torch.int16)[:R], o), TypeError),
     "fewer positions": (lambda x, p, o: (x, p[:2], o), ValueError),
-    "no positions": (lambda x, p, o: (x, None, o), TypeError),
     "a tuple of positions": (lambda x, p, o: (x, (p,), o), TypeError),
     "a tuple of positions for new outputs": (lambda x, p, o: (x, (p,), None), TypeError),
     "a plain tuple": (lambda x, p, o: (x, p, tuple(o)), TypeError),
     "tokens of 16 bits": (lambda x, p, o: (x, p, o._replace(token_ids=o.token_ids.view(torch.int16)[:R])), TypeError),
-    "tokens in the status": (lambda x, p, o: (x, p, o._replace(token_ids=o.status)), ValueError),
     "no tokens": (lambda x, p, o: (x, p, o._replace(token_ids=None)), TypeError),
     "fewer outputs": (lambda x, p, o: (x, p, SampleOutputs(o.token_ids[:2], o.status[:2])), ValueError),
 }

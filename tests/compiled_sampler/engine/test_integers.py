@@ -124,7 +124,7 @@ def test_batches_without_rows(sampler, dtype):
     assert same(found, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.bool, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float32])
 def test_other_dtypes_are_refused(sampler, dtype):
     plan, planned, logits = sampler.plan(range(N)), sampler.plan(range(N), num_drafts=COUNTS), logits_of(N)
     where, rows, words = torch.arange(N), logits_of(planned.num_rows), f"torch.int64 or torch.int32, got {dtype}"

@@ -56,14 +56,9 @@ class Changeable(LogitEdit):
     """Not frozen."""
 
 
-class Bare(LogitEdit):
-    """No dataclass."""
-
-
 WRONG = [
     (lambda: sampler_of(Kept), TypeError, "must be a LogitEdit"),
     (lambda: Sampler(V, 2, edits=Kept()), TypeError, "must be a list of LogitEdit"),
-    (lambda: sampler_of(Bare()), TypeError, "frozen dataclass"),
     (lambda: sampler_of(Changeable()), TypeError, "frozen dataclass"),
     (lambda: sampler_of(Kept(), Kept()), ValueError, "name of edits must be used once, got 'Kept'"),
     (lambda: sampler_of(declared(name="penalties")), ValueError, "'penalties' twice"),
@@ -75,10 +70,8 @@ WRONG = [
     (lambda: sampler_of(declared(inputs={"mask": torch.bool})), TypeError, "EditInput"),
     (lambda: sampler_of(declared(inputs={"mask": EditInput(torch.float64)})), ValueError, "float64"),
     (lambda: sampler_of(declared(tables=lambda self, size: {"t": torch.zeros(3)})), ValueError, r"must be \[129\]"),
-    (lambda: sampler_of(declared(tables=lambda self, size: {"t": [0.0] * size})), TypeError, "torch.Tensor"),
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x > 0)), TypeError, "must return float32"),
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x[:, :1])), TypeError, "shape of x"),
-    (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: rows.params["no"])), TypeError, "KeyError: 'no'"),
     (lambda: sampler_of(Kept(), captured_edits=[["Kep"]]), ValueError, "'Kep'"),
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x.add_(1.0))), TypeError, "must write into nothing"),
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x if x.sum() > 0 else -x)), TypeError, "torch.where"),
@@ -102,9 +95,12 @@ def test_edits_are_taken_under_another_default_dtype():
     assert sampler.statistics().edit_bytes == 0
 
 
-def test_two_edits_must_not_share_an_input():
-    twice = [declared(name=name, inputs={"mask": EditInput()}) for name in ("a", "b")]
-    with pytest.raises(ValueError, match="input of edits must be used once, got 'mask'"):
+@pytest.mark.parametrize("part", ["input", "state"])
+def test_two_edits_must_not_share_an_input_or_a_state(part):
+    declarations = {"inputs": {"s": EditInput()}, "state": lambda self, size: {"s": EditState()}}
+    name = {"input": "inputs", "state": "state"}[part]
+    twice = [declared(name=each, **{name: declarations[name]}) for each in "ab"]
+    with pytest.raises(ValueError, match=f"{part} of edits must be used once, got 's'"):
         sampler_of(*twice)
 
 
@@ -116,7 +112,6 @@ def test_two_edits_must_not_share_an_input():
         ({"Leveled": {}}, TypeError, "level"),
         ({"Leveled": {"levl": 1.0}}, TypeError, "levl'; it has level"),
         ({"Leveled": {"level": "1"}}, TypeError, "must be a number"),
-        ({"Leveled": {"level": float("nan")}}, ValueError, "float32 holds"),
         ({"Leveled": {"level": 1e39}}, ValueError, "float32 holds"),
         ({"Leveled": Kept()}, TypeError, "Params or a mapping"),
         ({"Stepped": {"lowers": 2}}, ValueError, "lowers of Stepped must be a bool, got 2"),
@@ -129,7 +124,7 @@ def test_a_request_is_refused(given, error, message):
     assert sampler.num_free_slots == 2
 
 
-@pytest.mark.parametrize("given", ["Kept", ["Kept"], {"Kept": 1}, {3: {}}, [("Kept", {}), ("Kept", {})], {"Kept": [1]}])
+@pytest.mark.parametrize("given", ["Kept", {"Kept": 1}, {3: {}}, [("Kept", {}), ("Kept", {})]])
 def test_extra_args_that_are_no_mapping_are_refused(given):
     with pytest.raises(TypeError, match="extra_args"):
         SamplingParams(extra_args=given)
@@ -153,7 +148,6 @@ def test_parameters_can_be_a_mapping_or_the_dataclass():
         ({"number": None}, ValueError, "'number'"),
         ({"number": torch.zeros(1, dtype=torch.int64)}, TypeError, "int32"),
         ({"number": torch.zeros(2, dtype=torch.int32)}, ValueError, r"must be \[1\]"),
-        ({"number": torch.zeros(1, 1, dtype=torch.int32)}, ValueError, r"must be \[1\]"),
         ({"blocked": torch.zeros(1, V - 1, dtype=torch.bool)}, ValueError, r"must be \[1, >= 129\]"),
         ({"blocked": torch.zeros(V, 1, dtype=torch.bool)}, ValueError, "one for each row"),
         ({"blocked": [[False] * V]}, TypeError, "torch.Tensor"),
@@ -183,19 +177,6 @@ def test_a_call_is_refused(changed, error, message):
                 step(given)
     with pytest.raises(TypeError, match="edit_inputs must map"):
         sampler.sample(plan, logits, position, edit_inputs=[logits])
-
-
-def test_probabilities_need_positions():
-    sampler = custom_sampler("eager", 1)
-    plan = sampler.plan([sampler.add_request(params_with(["NoDigits"], seed=1))])
-    with pytest.raises(ValueError, match="positions must be given for NoDigits"):
-        sampler.probs(plan, torch.randn(1, V))
-
-
-def test_a_prompt_beyond_the_history_is_refused():
-    sampler = custom_sampler("eager", 1)
-    with pytest.raises(ValueError, match="history_len"):
-        sampler.add_request(params_with(["GreenList"], seed=1), [1] * (HISTORY + 1))
 
 
 def test_an_edit_that_promises_no_bits_is_named_by_plans_and_statistics():
@@ -310,8 +291,7 @@ def test_on_an_unknown_torch_an_edit_is_tried_without_private_parts(monkeypatch)
 
 def with_state(state, **declarations):
     """A sampler whose edit declares a state."""
-    made = type("Declared", (Kept,), {"state": lambda self, vocab_size: state, **declarations})
-    return Sampler(V, 2, backend="eager", edits=[dataclass(frozen=True)(made)()])
+    return sampler_of(declared(state=lambda self, vocab_size: state, **declarations))
 
 
 def writes(self, x, ids, rows):
@@ -322,7 +302,6 @@ def writes(self, x, ids, rows):
 WRONG_STATES = [
     ([EditState()], {}, TypeError, "state of Declared must map names to EditState"),
     ({"s": torch.zeros(3)}, {}, TypeError, "must map names to EditState, got 's'"),
-    ({3: EditState()}, {}, TypeError, "must map names to EditState, got 3"),
     (
         {"s": EditState(torch.float64)},
         {},
@@ -330,16 +309,11 @@ WRONG_STATES = [
         "dtype of state 's' of Declared must be one of .* got torch.float64",
     ),
     ({"s": EditState(per_token=1)}, {}, TypeError, "per_token, a bool"),
-    ({"s": EditState(shape=[3])}, {}, TypeError, r"a tuple, got False and \[3\]"),
     ({"s": EditState(shape=(3, 0))}, {}, ValueError, r"sizes above 0.* got \(3, 0\)"),
-    ({"s": EditState(shape=(1.5,))}, {}, TypeError, "shape of state 's' of Declared must be an int, got 1.5"),
     ({"s": EditState(per_token=True, shape=(3,))}, {}, ValueError, r"\(\) with per_token, got \(3,\)"),
     ({"s": EditState(torch.int32, initial=0.5)}, {}, TypeError, "initial of state 's' of Declared must be an int"),
     ({"s": EditState(torch.int32, initial=2**31)}, {}, ValueError, "torch.int32 holds, got 2147483648"),
-    ({"s": EditState(torch.int64, initial=-(10**400))}, {}, ValueError, "torch.int64 holds, got -10"),
-    ({"s": EditState(torch.float16, initial=1e5)}, {}, ValueError, "torch.float16 holds, got 100000.0"),
     ({"s": EditState(initial=float("nan"))}, {}, ValueError, "torch.float32 holds, got nan"),
-    ({"s": EditState(initial="1")}, {}, TypeError, "must be a number"),
     ({"s": EditState(torch.bool, initial=2)}, {}, ValueError, "must be a bool, got 2"),
     ({"s": EditState()}, {"edit": writes}, TypeError, "must write into nothing"),
     ({}, {"edit": lambda self, x, ids, rows: x + rows.state["s"]}, TypeError, "KeyError: 's'"),
@@ -376,14 +350,6 @@ def test_a_field_must_not_have_the_name_of_a_method(method):
     made = dataclass(frozen=True)(type("Named", (Kept,), {"__annotations__": {method: int}, method: 3}))()
     with pytest.raises(TypeError, match=f"{method} of Named must be the method of LogitEdit, got 3; name the field"):
         Sampler(V, 2, backend="eager", edits=[made])
-
-
-def test_two_edits_must_not_share_a_state():
-    edits = [
-        dataclass(frozen=True)(type(name, (Kept,), {"state": lambda self, size: {"s": EditState()}}))() for name in "ab"
-    ]
-    with pytest.raises(ValueError, match="state of edits must be used once, got 's'"):
-        Sampler(V, 2, backend="eager", edits=edits)
 
 
 def test_a_state_that_no_edit_declares_is_refused():

@@ -146,7 +146,7 @@ def test_padded_places_are_new_memory_in_each_call(monkeypatch):
     assert any("seen with" in name and "draft_token_ids" in name for name in sampler.statistics().coverage)
 
 
-@pytest.mark.parametrize("size", [0, 8, 10, 15])
+@pytest.mark.parametrize("size", [8, 10])
 def test_another_number_of_drafts_is_refused(sampler, size):
     plan, where = sampler.plan(range(N), "full", COUNTS[0]), torch.arange(N)
     logits = logits_of(plan.num_rows)

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_sampler import LogitEdit, RowStatus, Sampler, SamplingParams, Verification
-from compiled_sampler.batch import tensors_of
-from compiled_sampler.edit_names import MASK
+from compiled_sampler import LogitEdit, RowStatus, Sampler, SamplingParams
 from tests.builders.custom_edits import (
     EDITS,
     Text,
@@ -19,7 +17,7 @@ from tests.builders.custom_edits import (
     row_of,
 )
 from tests.builders.edits import random_mask
-from tests.builders.sampler import SHARED_SLOTS, nothing_compiles, replay_recordings, stages_stay_eager
+from tests.builders.sampler import SHARED_SLOTS, nothing_compiles, stages_stay_eager
 
 PROMPT = [3, 10, 4, 4]
 
@@ -119,42 +117,6 @@ def test_what_an_edit_makes_of_nan_and_denormals():
     assert sampler.sample(plan, logits, position, edit_inputs=inputs).status.tolist() == [RowStatus.NAN_SEEN]
     logits[0, 1] = 1e-40
     assert sampler.edited_logits(plan, logits, position, edit_inputs=inputs)[0, 1] == 0.0
-
-
-def test_captured_steps_serve_batches_with_fewer_edits():
-    """Recorded with all edits: batches of some of them replay it, if they bring the same tensors."""
-    every = [("GreenList", "NoDigits"), (MASK, *EDITS)]
-    ways = [Verification("match", 2), Verification("rejection", 2)]
-    made = custom_sampler("eager", 4, buckets=[4], captured_edits=every, verifications=ways)
-    replay_recordings(made)
-    made.warmup(modes=["full"])
-    before, wanted = made.statistics(), custom_sampler("eager", 4)
-    for edits, masked in ((["NoDigits"], False), (["GreenList"], False), ([*EDITS], True)):
-        slots, others = (
-            [each.add_request(params_with(edits, top_p=0.9, seed=n), PROMPT) for n in range(3)]
-            for each in (made, wanted)
-        )
-        for step in range(3):
-            logits, inputs = torch.randn(9, V), random_inputs(9, step)
-            mask = random_mask(random.Random(step), 9, V) if masked else None
-            drafts, positions = torch.randint(V, (3, 2)), torch.full((3,), 4 + step)
-            results = []
-            for each, own in ((made, slots), (wanted, others)):
-                few = {"token_bitmask": None if mask is None else mask[:3]}
-                few["edit_inputs"] = {name: tensor[:3] for name, tensor in inputs.items()}
-                whole = {"token_bitmask": mask, "edit_inputs": inputs}
-                drawn = each.sample(each.plan(own, mode="full"), logits[:3], positions, **few)
-                plan = each.plan(own, mode="full", num_drafts=[2] * 3)
-                judged = each.verify(plan, logits, drafts, positions + 1, "rejection", **whole)
-                results.append([tensor.tolist() for out in (drawn, judged) for tensor in tensors_of(out)])
-            assert results[0] == results[1]
-        for own, each in ((slots, made), (others, wanted)):
-            for slot in own:
-                each.remove_request(slot)
-    after = made.statistics()
-    assert after.captures == before.captures
-    assert after.direct_runs == before.direct_runs
-    assert after.replays >= before.replays + 18
 
 
 def test_a_warmed_up_sampler_compiles_nothing_in_a_step():

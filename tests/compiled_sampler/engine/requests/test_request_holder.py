@@ -32,21 +32,13 @@ def test_free_slots_are_counted(sampler):
     assert (sampler.num_free_slots, sampler.max_num_requests) == (2, 4)
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-def test_the_mode_of_a_request_is_that_of_its_plan(sampler, name):
-    mode = sampler.mode_for(REQUESTS[name])
-    assert isinstance(mode, Mode)
-    assert mode.name == name
-    assert sampler.num_free_slots == 4
-    assert mode is sampler.plan([sampler.add_request(REQUESTS[name])]).mode
-
-
 @pytest.mark.parametrize(
-    "names", [(), ("greedy", "greedy"), ("greedy", "min_p"), ("top_k", "top_k_top_p[64]", "min_p")]
+    "names", [(), *((name,) for name in REQUESTS), ("greedy", "min_p"), ("top_k", "top_k_top_p[64]", "min_p")]
 )
-def test_the_mode_of_several_requests_is_that_of_their_plan(sampler, names):
+def test_the_mode_of_requests_is_that_of_their_plan(sampler, names):
     params = [REQUESTS[name] for name in names]
-    mode = sampler.mode_for(iter(params)) if params else sampler.mode_for(params)
+    mode = sampler.mode_for(params[0] if len(params) == 1 else iter(params))
+    assert isinstance(mode, Mode)
     assert mode is sampler.plan([sampler.add_request(each) for each in params]).mode
 
 
@@ -63,13 +55,6 @@ def test_a_mode_is_asked_for_with_parameters_alone(sampler, params, words):
     with pytest.raises(TypeError) as caught:
         sampler.mode_for(params)
     assert words in str(caught.value)
-
-
-def test_a_mode_is_asked_for_without_a_seed_being_drawn():
-    generator = torch.Generator().manual_seed(3)
-    state = generator.get_state()
-    Sampler(V, 4, backend="eager", default_generator=generator).mode_for(SamplingParams())
-    assert torch.equal(generator.get_state(), state)
 
 
 def test_samplers_with_equal_generators_draw_equal_seeds():
@@ -102,20 +87,13 @@ def test_seeds_of_a_generator_cover_64_bits_and_give_the_stream_that_they_name()
     assert tokens[0].tolist() == tokens[1].tolist()
 
 
-@pytest.mark.parametrize("named", [0, 5, -3])
-def test_a_request_with_a_seed_draws_none(named):
+def test_a_seed_is_drawn_for_a_request_that_needs_one_and_gets_a_slot():
     generator = torch.Generator().manual_seed(7)
-    state, sampler = generator.get_state(), Sampler(V, 4, backend="eager", default_generator=generator)
-    assert sampler.request(sampler.add_request(SamplingParams(seed=named))).seed == named
-    assert torch.equal(generator.get_state(), state)
-
-
-def test_a_request_that_finds_no_slot_draws_none():
-    generator = torch.Generator().manual_seed(7)
-    sampler = Sampler(V, 1, backend="eager", default_generator=generator)
-    sampler.add_request(SamplingParams())
+    sampler = Sampler(V, 2, backend="eager", default_generator=generator)
     state = generator.get_state()
-    with pytest.raises(RuntimeError, match="all 1 slots are taken"):
+    sampler.mode_for(SamplingParams())
+    assert [sampler.request(sampler.add_request(SamplingParams(seed=seed))).seed for seed in (0, -3)] == [0, -3]
+    with pytest.raises(RuntimeError, match="all 2 slots are taken"):
         sampler.add_request(SamplingParams())
     assert torch.equal(generator.get_state(), state)
 

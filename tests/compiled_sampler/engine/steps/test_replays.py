@@ -190,21 +190,6 @@ def test_other_tensors_between_steps_in_place(sampler, reference):
         assert same(sampler.sample(plan, other, positions), reference.sample(wanted, other.cpu(), positions.cpu()))
 
 
-def test_a_request_that_comes_between_steps_in_place_is_seen(sampler, reference):
-    device = sampler.device
-    logits, positions = normal(2, 0).to(device), torch.arange(2, device=device)
-    for step in range(5):
-        params = SamplingParams(seed=step, top_k=3 + step)
-        slots = sampler.add_request(params), reference.add_request(params)
-        plans = sampler.plan([0, slots[0]], "full"), reference.plan([0, slots[1]], "full")
-        found = sampler.sample(plans[0], logits, positions)
-        assert same(found, reference.sample(plans[1], logits.cpu(), positions.cpu()))
-        for each, slot in zip((sampler, reference), slots, strict=True):
-            each.remove_request(slot)
-        if step == 2:
-            sampler.capture_seen()
-
-
 @pytest.mark.parametrize("bound", [True, False], ids=["bound logits", "free logits"])
 def test_ragged_verifications_in_place_give_the_same_tokens(sampler, reference, bound):
     device = sampler.device
