@@ -103,14 +103,6 @@ def test_handles_belong_to_counts_of_32_bits(sampler, rule):
     assert same(found, wanted)
 
 
-def test_probabilities_are_verified_with_drafts_of_32_bits(sampler):
-    plan, tokens, where = sampler.plan(range(N), None, COUNTS), drafts_of(), torch.arange(N)
-    probs = torch.softmax(logits_of(plan.num_rows), -1)
-    for rule in RULES:
-        wanted = sampler.verify_from_probs(plan, probs, tokens, where, rule=rule)
-        assert same(sampler.verify_from_probs(plan, probs, tokens.int(), where.int(), rule=rule), wanted)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batches_without_rows(sampler, dtype):
     where = torch.empty(0, dtype=dtype)
@@ -278,22 +270,6 @@ def test_results_of_32_bits_do_not_overwrite_inputs_of_32_bits(sampler):
         with pytest.raises(ValueError, match=r"out\.token_ids must have memory of its own, got that of an input"):
             sampler.sample(plan, logits, where, out)
         assert torch.equal(memory, before)
-
-
-def test_results_of_other_dtypes_are_refused_after_right_ones(sampler):
-    plan, logits, where = sampler.plan(range(N)), logits_of(N), torch.arange(N)
-    memory = torch.full((2 * N,), -7, dtype=torch.int32)
-    views = {dtype: memory.view(dtype)[:N] for dtype in (*DTYPES, torch.int16, torch.uint8, torch.float32)}
-    for dtype in (*DTYPES, *views, *DTYPES):
-        out = outputs(SampleOutputs, N, dtype)._replace(token_ids=views[dtype])
-        if dtype in DTYPES:
-            assert holds(sampler.sample(plan, logits, where, out), sampler.sample(plan, logits, where))
-            continue
-        with pytest.raises(TypeError, match=f"out.token_ids must be torch.int64 or torch.int32, got {dtype}; convert"):
-            sampler.sample(plan, logits, where, out)
-    wide = outputs(SampleOutputs, N, torch.int32)._replace(status=torch.zeros(N, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"out\.status must be torch\.int32, got torch\.int64; convert"):
-        sampler.sample(plan, logits, where, wide)
 
 
 def test_an_out_of_32_bits_that_comes_back_is_written_in_place(replaying):

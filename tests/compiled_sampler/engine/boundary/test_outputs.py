@@ -15,7 +15,7 @@ from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine.boundary.tensors import overlap, span
 from tests.builders.sampler import REQUESTS, new_outputs, same
 
-V, N = 20, 3
+V, N, R, K = 20, 3, 3, 2
 
 
 @pytest.fixture
@@ -77,9 +77,6 @@ def test_results_without_finished_are_refused_in_a_batch_with_edits():
     assert same(sampler.sample(plan, logits, positions, full), sampler.sample(plan, logits, positions))
 
 
-R, K = 3, 2
-
-
 @pytest.fixture
 def engine() -> Iterator[SimpleNamespace]:
     """A sampler, a batch and what it draws, which a refused call leaves as it is."""
@@ -96,7 +93,6 @@ def shared(name: str, engine: SimpleNamespace) -> SampleOutputs:
     words, status = torch.full((3 * R + 1,), -7, dtype=torch.int32), new_outputs(R).status
     token_ids = words[: 2 * R].view(torch.int64)
     return {
-        "each other": SampleOutputs(token_ids, words[:R]),
         "the last word": SampleOutputs(token_ids, words[2 * R - 1 : 3 * R - 1]),
         "columns": SampleOutputs(words[: 2 * R].view(torch.int64), words[1 : 2 * R : 2]),
         "positions": SampleOutputs(engine.positions, status),
@@ -108,19 +104,18 @@ def shared(name: str, engine: SimpleNamespace) -> SampleOutputs:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("each other", "out.token_ids must have memory of its own, got that of out.status; allocate each field"),
-        ("the last word", "out.token_ids must have memory of its own, got that of out.status; allocate each field"),
-        ("columns", "out.token_ids must have memory of its own, got that of out.status; allocate each field"),
-        ("positions", "out.token_ids must have memory of its own, got that of an input; allocate each field"),
-        ("logits", "out.token_ids must have memory of its own, got that of an input; allocate each field"),
-        ("itself", "out.token_ids must not repeat its memory, got strides (0,); call .contiguous()"),
+        ("the last word", "must have memory of its own, got that of out.status; allocate each field"),
+        ("columns", "must have memory of its own, got that of out.status; allocate each field"),
+        ("positions", "must have memory of its own, got that of an input; allocate each field"),
+        ("logits", "must have memory of its own, got that of an input; allocate each field"),
+        ("itself", "must not repeat its memory, got strides (0,); call .contiguous()"),
     ],
 )
 def test_an_out_that_shares_memory_is_refused(engine, name, words):
     out = shared(name, engine)
     fields = tensors_of(out)
     before = [each.clone() for each in fields]
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(ValueError, match=re.escape(f"out.token_ids {words}")):
         engine.sampler.sample(engine.plan, engine.logits, engine.positions, out)
     assert all(map(torch.equal, fields, before))
 
@@ -135,21 +130,14 @@ def test_an_out_whose_fields_lie_beside_each_other_in_one_buffer_is_taken(engine
         assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions, out), engine.wanted)
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection"])
-def test_counts_of_a_verification_may_be_columns_of_one_buffer(engine, rule):
-    plan, drafts = engine.sampler.plan([0] * R, num_drafts=[K] * R), torch.zeros(R, K, dtype=torch.int64)
-    call = (plan, torch.zeros(R * (K + 1), V), drafts, engine.positions, rule)
-    packed, status = torch.full((R, 4 + K), -7), torch.full((R,), -7, dtype=torch.int32)
-    out = VerifyOutputs(packed[:, 3:], *packed[:, :3].unbind(1), status)
-    assert same(engine.sampler.verify(*call, out=out), engine.sampler.verify(*call))
-    before = packed.clone()
-    with pytest.raises(ValueError, match=r"out\.token_ids must have memory of its own, got that of out.num_matching"):
-        engine.sampler.verify(*call, out=out._replace(num_matching=packed[:, 4]))
-    for name, shared in (("num_accepted", engine.positions), ("token_ids", torch.cat([drafts, drafts], 1)[:, : K + 1])):
-        taken = (plan, call[1], shared[:, :K] if shared.dim() > 1 else drafts, engine.positions, rule)
+def test_results_of_a_verification_do_not_overwrite_its_drafts_and_positions(engine):
+    plan, drafts = engine.sampler.plan([0] * R, num_drafts=[K] * R), torch.zeros(R, K + 1, dtype=torch.int64)
+    call = (plan, torch.zeros(R * (K + 1), V), drafts[:, :K], engine.positions)
+    out = engine.sampler.verify(*call)
+    for name, shared in (("num_accepted", engine.positions), ("token_ids", drafts)):
         with pytest.raises(ValueError, match=rf"out\.{name} must have memory of its own, got that of an input"):
-            engine.sampler.verify(*taken, out=out._replace(**{name: shared}))
-    assert torch.equal(packed, before)
+            engine.sampler.verify(*call, out=out._replace(**{name: shared}))
+    assert not drafts.any()
 
 
 def test_the_probabilities_do_not_overwrite_the_logits(engine):

@@ -126,17 +126,6 @@ def test_a_request_without_filters_has_the_same_outcome_either_way(rule):
     assert torch.equal(found.token_ids[rows], wanted.token_ids[rows])
 
 
-@pytest.mark.parametrize("dtype", NARROW)
-def test_processed_logits_of_16_bits_are_judged_as_their_values(dtype):
-    sampler, (target, tokens, drafted) = sampler_of("eager"), tensors()
-    for rule in RULES:
-        narrow, wide = (
-            verified(sampler, rule, (target, tokens, each), **PROCESSED)
-            for each in (drafted.to(dtype), drafted.to(dtype).float())
-        )
-        assert same(narrow, wide)
-
-
 def test_what_cannot_be_processed_is_refused():
     sampler, (target, tokens, drafted) = sampler_of("eager"), tensors()
     plan, positions = sampler.plan(range(N), "full", COUNTS), torch.arange(N)

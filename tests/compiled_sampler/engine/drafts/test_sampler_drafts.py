@@ -255,21 +255,6 @@ def test_probabilities_of_the_target_verify_as_its_logits_do(sampler, rule, with
     assert same(part, out)
 
 
-@pytest.mark.parametrize(("rule", "with_law"), [(rule, kind != "") for rule, kind in WAYS if kind != "draft_logits"])
-def test_certain_targets_accept_and_impossible_drafts_leave_the_residual(sampler, rule, with_law):
-    plan, positions = sampler.plan(range(N), num_drafts=[2] * N), torch.arange(N) * 9
-    tokens = torch.randint(0, V, (N, 3))
-    q = torch.softmax(rows_of(2 * N), -1) if with_law else None
-    certain = torch.nn.functional.one_hot(tokens, V).float().flatten(0, 1)
-    out = sampler.verify_from_probs(plan, certain, tokens[:, :2], positions, q, rule)
-    assert torch.equal(out.token_ids, tokens)
-    p, q = torch.zeros(3 * N, V), torch.zeros(2 * N, V)
-    p[:, [1, 7]], q[:, [1, 9]] = 0.5, 0.5
-    p[:, 1] *= 1.0 if with_law else 0.0
-    out = sampler.verify_from_probs(plan, p, torch.full((N, 2), 9), positions, q if with_law else None, rule)
-    assert out.token_ids.tolist() == [[7, -1, -1]] * N
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_a_greedy_request_draws_from_probabilities_by_its_seed_alone(sampler, rule):
     drawing = sampler.add_request(SamplingParams(temperature=3.0, top_k=2, seed=PARAMS[0].seed))

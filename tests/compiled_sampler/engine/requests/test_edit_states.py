@@ -141,16 +141,6 @@ def test_gradients_of_what_an_engine_writes_reach_no_step_and_no_request():
     assert (sampler.edit_state("bias") is bias, weight[slot].item()) == (True, 0.5)
 
 
-def test_two_samplers_of_the_same_edits_share_no_state():
-    samplers = [stateful_sampler("eager", 1) for _ in range(2)]
-    plans = [each.plan([each.add_request(params_with([*EDITS], seed=1))]) for each in samplers]
-    write_states(samplers[0], random_states(1, 4))
-    logits, position = torch.randn(1, V), torch.tensor([0])
-    found = [each.edited_logits(plan, logits, position) for each, plan in zip(samplers, plans, strict=True)]
-    assert torch.equal(found[0], edited_before(logits, [([*EDITS], 0)], random_states(1, 4)))
-    assert torch.equal(found[1], logits)
-
-
 def test_recorded_steps_read_what_was_written_after_they_were_recorded():
     """Recorded with both edits before any request was there, for batches with fewer of them too."""
     ways = [Verification("match", 2), Verification("rejection", 2)]

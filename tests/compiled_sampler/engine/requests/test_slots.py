@@ -179,15 +179,6 @@ def test_a_slot_that_changes_hands_is_told_from_one_that_stays():
     assert not state.changed_since(state.epoch - 1, slots).any()
 
 
-def test_a_missing_seed_is_drawn_and_kept():
-    state = new_state(4)
-    seeds = [state.request(state.add(SamplingParams())).seed for _ in range(4)]
-    assert len(set(seeds)) == 4
-    assert all(seed is not None and 0 <= seed < 2**64 for seed in seeds)
-    state.upload()
-    assert [(seed + 2**63) % 2**64 - 2**63 for seed in seeds] == state.table.seeds.tolist()
-
-
 @pytest.mark.parametrize("part", ["staged.write", "_edits.add", "_edits.custom.begin"])
 def test_a_request_that_cannot_be_added_leaves_its_slot_free(part, monkeypatch):
     """Wherever it fails, here in the part that is named: the next one gets the slot, and nothing of the first."""
