@@ -36,6 +36,7 @@ def sampler() -> Sampler:
         ({"logits_dtype": torch.float64}, ValueError, "got torch.float64; convert the logits"),
         ({"vocab_size": np.True_}, TypeError, "vocab_size must be an int, got np.True_; pass a Python int"),
         ({"device": "tpu"}, ValueError, "device must be one of ('cpu', 'cuda'), got 'tpu'; move the logits there"),
+        ({"device": "meta"}, ValueError, "device must be one of ('cpu', 'cuda'), got meta; move the logits there"),
         ({"device": "cuda:99"}, ValueError, "device must be one that torch finds here, got cuda:99 of "),
         ({"device": 0}, TypeError, "device must be a str or a torch.device, got 0; 'cuda:0' is one by its index"),
         ({"probabilities": "no"}, TypeError, "probabilities must be a bool, got 'no'; True lets warmup() prepare"),

@@ -295,6 +295,19 @@ def test_backends_verify_the_same(backend, rule):
     assert other.statistics().coverage == runs
 
 
+@pytest.mark.parametrize(("rule", "kind"), [WAYS[2], WAYS[6]])
+def test_one_proposal_is_verified_by_compiled_stages_as_in_eager(sampler, rule, kind):
+    """Inductor takes a size of 1 for a constant: a single proposal gets a second row."""
+    compiled = Sampler(V, 8, backend="graph", verifications=[Verification(rule)])
+    assert [compiled.add_request(params) for params in PARAMS] == list(range(N))
+    for counts in ([1, 0, 1], [0, 1, 0], [0, 0, 0], [0, 0, 1]):
+        batch = batch_of(sampler, range(3), counts)
+        given = proposals(kind, sum(counts))
+        with stages_stay_eager():
+            made = compiled.verify(compiled.plan(range(3), "full", counts), *batch[1:4], rule, **given)
+        assert same(made, sampler.verify(*batch[:4], rule, **given))
+
+
 def test_probabilities_are_prepared_whatever_modes_the_warm_up_names():
     sampler = Sampler(V, SHARED_SLOTS, backend="compiled", verifications=[Verification("match")])
     for n in range(3):

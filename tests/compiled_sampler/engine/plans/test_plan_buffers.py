@@ -221,6 +221,7 @@ def test_a_buffer_of_counts_is_refused_without_drafts(sampler):
         ("mode", mode_table(V, "top_k")[0], ValueError),
         ("num_drafts", (3, 3, 1, 2), ValueError),
         ("planned", None, TypeError),
+        ("origin", None, TypeError),
     ],
 )
 def test_what_plan_decided_is_not_replaced(sampler, name, value, error, with_drafts):
