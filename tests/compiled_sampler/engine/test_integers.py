@@ -1,18 +1,20 @@
-"""Slots, positions, counts and drafts of 32 bits: the same bits as of 64, without kernels of their own."""
+"""Slots, positions, counts, drafts and results of 32 bits: the numbers of 64 bits, without kernels of their own."""
 
 import dataclasses
 import itertools
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Plan, Sampler, SamplingParams
-from compiled_sampler.batch import SampleInputs
+from compiled_sampler import Plan, SampleOutputs, Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler.batch import SampleInputs, tensors_of
 from compiled_sampler.engine.step_call import in_int64
 from compiled_sampler.modes import RULES
-from tests.builders.sampler import Outputs, nothing_compiles, same, verifying_sampler
+from tests.builders.sampler import SHARED_SLOTS, Outputs, nothing_compiles, same, verifying_sampler
+from tests.builders.sampler import V as SHARED_V
 from tests.tiers import tiers
 
 V, K, N = 140, 3, 5
@@ -25,6 +27,15 @@ PARAMS = [
     SamplingParams(seed=5, top_p=0.8, temperature=1.3),
 ]
 DTYPES = [torch.int64, torch.int32]
+NARROW, WIDE = torch.int32, torch.int64
+MIXTURES = [
+    (WIDE, WIDE, WIDE, NARROW),
+    (WIDE, NARROW, NARROW, WIDE),
+    (NARROW, WIDE, NARROW, WIDE),
+    (NARROW, NARROW, WIDE, WIDE),
+    (NARROW, NARROW, NARROW, NARROW),
+]
+"""Dtypes of four tensors: any two of them have every pair of dtypes."""
 
 
 @pytest.fixture(params=["eager", "reference", "graph"])
@@ -50,7 +61,7 @@ def with_slots(plan: Plan, dtype: torch.dtype) -> Plan:
     return dataclasses.replace(plan, slot_ids=plan.slot_ids.to(dtype))
 
 
-@pytest.mark.parametrize(("slots", "positions"), [*itertools.product(DTYPES, DTYPES)])
+@pytest.mark.parametrize(("slots", "positions"), [(WIDE, NARROW), (NARROW, WIDE), (NARROW, NARROW)])
 def test_samples_drafts_and_laws_are_the_same(sampler, slots, positions):
     plan, where = sampler.plan([3, 1, -1, 0, 4], "full"), torch.tensor([0, 7, 2**31 - 1, 5, 2**31 - 1])
     given = with_slots(plan, slots)
@@ -75,7 +86,7 @@ def test_verifications_are_the_same_for_each_mixture_of_dtypes(sampler, rule, wi
     tokens[:, 0] = sampler.verify(plan, logits, tokens, where).token_ids[:, 0]
     wanted = sampler.verify(plan, logits, tokens, where, rule)
     assert (wanted.num_accepted > 0).any()
-    for positions, drafts, slots, counts in itertools.product(DTYPES, DTYPES, DTYPES, DTYPES):
+    for positions, drafts, slots, counts in MIXTURES:
         given = with_slots(dataclasses.replace(full, draft_counts=full.draft_counts.to(counts)), slots)
         for its, own in ((with_slots(plan, slots), logits), (given, rows)):
             assert same(sampler.verify(its, own, tokens.to(drafts), where.to(positions), rule), wanted)
@@ -92,14 +103,6 @@ def test_handles_belong_to_counts_of_32_bits(sampler, rule):
     assert same(found, wanted)
 
 
-def test_probabilities_are_verified_with_drafts_of_32_bits(sampler):
-    plan, tokens, where = sampler.plan(range(N), None, COUNTS), drafts_of(), torch.arange(N)
-    probs = torch.softmax(logits_of(plan.num_rows), -1)
-    for rule in RULES:
-        wanted = sampler.verify_from_probs(plan, probs, tokens, where, rule=rule)
-        assert same(sampler.verify_from_probs(plan, probs, tokens.int(), where.int(), rule=rule), wanted)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batches_without_rows(sampler, dtype):
     where = torch.empty(0, dtype=dtype)
@@ -113,7 +116,7 @@ def test_batches_without_rows(sampler, dtype):
     assert same(found, wanted)
 
 
-@pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.bool, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float32])
 def test_other_dtypes_are_refused(sampler, dtype):
     plan, planned, logits = sampler.plan(range(N)), sampler.plan(range(N), num_drafts=COUNTS), logits_of(N)
     where, rows, words = torch.arange(N), logits_of(planned.num_rows), f"torch.int64 or torch.int32, got {dtype}"
@@ -155,11 +158,11 @@ def test_numbers_of_64_bits_pass_and_all_others_are_converted_with_one_launch():
 
 
 def test_kernels_that_were_compiled_for_64_bits_serve_32():
-    """So a warm-up prepares both, and an engine's own capture needs no more."""
-    sampler = Sampler(V, N, backend="compiled")
-    plan, planned = (sampler.plan([-1] * N, "greedy", counts) for counts in (None, [1] * N))
-    slots = torch.tensor([sampler.add_request(SamplingParams(seed=n, temperature=0.0)) for n in range(N)])
-    logits, where, tokens = logits_of(2 * N), torch.arange(N), drafts_of(1)
+    """So a warm-up prepares both, and an engine's own capture needs no more; other tests compile these stages too."""
+    sampler = Sampler(SHARED_V, SHARED_SLOTS, backend="compiled")
+    plan, planned = (sampler.plan([-1] * N, "no_filter", counts) for counts in (None, [1] * N))
+    slots = torch.tensor([sampler.add_request(SamplingParams(seed=n)) for n in range(N)])
+    logits, where, tokens = 2.0 * torch.randn(2 * N, SHARED_V), torch.arange(N), drafts_of(1)
 
     def drawn(dtype: torch.dtype) -> tuple[Outputs, Outputs]:
         plans = (dataclasses.replace(each, slot_ids=slots.to(dtype)) for each in (plan, planned))
@@ -170,3 +173,83 @@ def test_kernels_that_were_compiled_for_64_bits_serve_32():
     with nothing_compiles():
         found = drawn(torch.int32)
     assert all(itertools.starmap(same, zip(found, wanted, strict=True)))
+
+
+# Results.
+
+
+def masked_logits(rows: int, seed: int = 0) -> Tensor:
+    made = logits_of(rows, seed)
+    made[1] = -torch.inf
+    return made
+
+
+def outputs(kind: type, rows: int, *dtypes: torch.dtype) -> Any:
+    """Tensors for results, which hold what no result is; those of ``VerifyOutputs`` for K drafts."""
+    shapes = [(rows, K + 1), *[(rows,)] * 4] if kind is VerifyOutputs else [(rows,)] * 2
+    return kind(*map(lambda shape, dtype: torch.full(shape, -7, dtype=dtype), shapes, (*dtypes, torch.int32)))
+
+
+def holds(out: Any, wanted: Any) -> bool:
+    """Whether results have the numbers of others, in their own dtypes."""
+    return same(
+        type(wanted)(*(each.to(its.dtype) for each, its in zip(tensors_of(out), tensors_of(wanted), strict=True))),
+        wanted,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_of_32_bits(sampler, dtype):
+    plan, where = sampler.plan([3, 0, -1, 2, 4], "full"), torch.arange(N)
+    for seed in range(3):
+        out = outputs(SampleOutputs, N, dtype)
+        assert sampler.sample(plan, masked_logits(N, seed), where, out) is out
+        assert (out.token_ids.dtype, out.status.dtype) == (dtype, torch.int32)
+        wanted = sampler.sample(plan, masked_logits(N, seed), where)
+        assert holds(out, wanted)
+        assert out.tolist() == wanted.tolist()
+        assert wanted.token_ids.dtype == torch.int64
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("width", [K - 1, K])
+def test_tokens_and_counts_of_32_bits_in_any_mixture(sampler, rule, width):
+    plan = sampler.plan([2, 1, 0, -1, 4], "full", [min(each, width) for each in COUNTS])
+    logits, drafts, where = masked_logits(plan.num_rows), torch.randint(0, V, (N, width)), torch.arange(N)
+    drafts[:, 0] = sampler.verify(plan, logits, drafts, where).token_ids[:, 0]
+    wanted = sampler.verify(plan, logits, drafts, where, rule)
+    for dtypes in MIXTURES:
+        out = outputs(VerifyOutputs, N, *dtypes)
+        out = out._replace(token_ids=out.token_ids[:, : width + 1])  # strided for fewer drafts
+        assert sampler.verify(plan, logits, drafts, where, rule, out=out) is out
+        assert [each.dtype for each in tensors_of(out)] == [*dtypes, torch.int32]
+        assert holds(out, wanted)
+        assert torch.equal(out.accepted, wanted.accepted)
+        assert out.tolist() == wanted.tolist()
+
+
+def test_all_results_as_columns_of_one_buffer_of_words(sampler):
+    plan, where = sampler.plan(range(N), "full", COUNTS), torch.arange(N)
+    logits, drafts = masked_logits(plan.num_rows), torch.randint(0, V, (N, K))
+    packed = torch.full((N, K + 5), -7, dtype=torch.int32)
+    out = VerifyOutputs(packed[:, 4:], *packed[:, :4].unbind(1))
+    assert holds(sampler.verify(plan, logits, drafts, where, out=out), sampler.verify(plan, logits, drafts, where))
+    for name, other in (("token_ids", packed[:, 3:-1]), ("num_emitted", packed[:, 3]), ("status", packed[:, 4])):
+        before = packed.clone()
+        with pytest.raises(ValueError, match=r"out\.\w+ must have memory of its own, got that of out\.\w+; allocate"):
+            sampler.verify(plan, logits, drafts, where, out=out._replace(**{name: other}))
+        assert torch.equal(packed, before)
+
+
+def test_results_of_32_bits_do_not_overwrite_inputs_of_32_bits(sampler):
+    plan, memory = sampler.plan(range(N), "full"), torch.arange(3 * N, dtype=torch.int32)
+    where, logits, before = memory[:N], logits_of(N), memory.clone()
+    for start, fits in ((0, False), (N - 1, False), (N, True), (0, False)):
+        out = outputs(SampleOutputs, N, torch.int32)._replace(token_ids=memory[start : start + N])
+        if fits:
+            assert holds(sampler.sample(plan, logits, where, out), sampler.sample(plan, logits, torch.arange(N)))
+            memory.copy_(before)
+            continue
+        with pytest.raises(ValueError, match=r"out\.token_ids must have memory of its own, got that of an input"):
+            sampler.sample(plan, logits, where, out)
+        assert torch.equal(memory, before)

@@ -53,7 +53,7 @@ def test_backends_draw_the_same_tokens(vocab_size, dtype, rows):
     assert (wanted.status == 0).all()
 
 
-@pytest.mark.parametrize(("name", "rows"), [("greedy", 1), ("greedy", 3), ("no_filter", 7)])
+@pytest.mark.parametrize(("name", "rows"), [("greedy", 1), ("no_filter", 7)])
 def test_the_graph_backend_without_cuda_calls_its_stages(name, rows):
     graph, logits = shared_sampler(V, backend="graph"), rows_of(rows)
     before = graph.statistics()
@@ -66,9 +66,10 @@ def test_the_graph_backend_without_cuda_calls_its_stages(name, rows):
     assert (after.variants, after.captures, after.fallbacks, after.buffer_bytes) == (0, 0, {}, 0)
 
 
-@pytest.mark.parametrize("name", REQUESTS)
-@pytest.mark.parametrize(("vocab_size", "dtype"), LAYOUTS)
-def test_every_mode_that_covers_a_request_draws_the_same(vocab_size, dtype, name):
+@pytest.mark.parametrize(
+    ("name", "vocab_size", "dtype"), [(name, *LAYOUTS[n % len(LAYOUTS)]) for n, name in enumerate(REQUESTS)]
+)
+def test_every_mode_that_covers_a_request_draws_the_same(name, vocab_size, dtype):
     sampler, logits = shared_sampler(vocab_size, dtype, "eager"), rows_of(20, vocab_size, dtype)
     wanted = drawn(sampler, [REQUESTS[name]] * 20, logits)
     modes = [mode.name for mode in sampler.modes if uncovered(mode, REQUESTS[name]) is None]
@@ -116,11 +117,6 @@ def test_padding_is_minus_one_whatever_its_logits(backend):
                 assert same(SampleOutputs(*(each[1::2] for each in tensors_of(out))), wanted)
 
 
-def test_a_batch_of_padding_alone_needs_no_request(sampler):
-    out = sampler.sample(sampler.plan([-1, -1]), torch.full((2, V), torch.nan), torch.zeros(2, dtype=torch.int64))
-    assert out.token_ids.tolist() == out.status.tolist() == [-1, -1]
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_empty_batch_gives_empty_results(backend):
     sampler = Sampler(V, 2, backend=backend)
@@ -166,18 +162,6 @@ def test_any_row_stride_is_read(stride):
     )
 
 
-def test_a_missing_seed_is_drawn_and_can_be_used_again(sampler):
-    slots = [sampler.add_request(SamplingParams(temperature=2.0)) for _ in range(2)]
-    seeds = [sampler.request(slot).seed for slot in slots]
-    assert seeds[0] != seeds[1]
-    again = [sampler.add_request(SamplingParams(temperature=2.0, seed=seed)) for seed in seeds]
-    logits = rows_of(1).expand(40, V)
-    out = [sampler.sample(sampler.plan([slot] * 40), logits, torch.arange(40)).token_ids for slot in slots + again]
-    assert torch.equal(out[0], out[2])
-    assert torch.equal(out[1], out[3])
-    assert not torch.equal(out[0], out[1])
-
-
 @pytest.mark.parametrize(("seed", "equal"), [(-1, 2**64 - 1), (-(2**63), 2**63), (-5, 2**64 - 5)])
 def test_seeds_count_modulo_two_to_the_64(sampler, seed, equal):
     logits = rows_of(1).expand(40, V)
@@ -190,50 +174,10 @@ def test_seeds_count_modulo_two_to_the_64(sampler, seed, equal):
     assert sampler.request(slots[0]).seed == seed
 
 
-def test_a_reused_slot_takes_the_new_parameters(sampler):
-    logits, positions = rows_of(30), torch.arange(30)
-    for params in PARAMS * 2:
-        slot = sampler.add_request(params)
-        assert slot == 0
-        fresh = Sampler(V, 8, backend="eager")
-        wanted = fresh.sample(fresh.plan([fresh.add_request(params)] * 30), logits, positions)
-        assert same(sampler.sample(sampler.plan([slot] * 30), logits, positions), wanted)
-        sampler.remove_request(slot)
-
-
-def test_samplers_do_not_disturb_each_other(sampler):
-    other = Sampler(V, 2, backend="eager", top_p_base="all")
-    slot = sampler.add_request(PARAMS[4])
-    wanted = sampler.sample(sampler.plan([slot] * 9), rows_of(9), torch.arange(9))
-    slots = [other.add_request(SamplingParams(temperature=5.0)) for _ in range(2)]
-    other.sample(other.plan(slots), rows_of(2), torch.arange(2))
-    other.remove_request(0)
-    assert same(sampler.sample(sampler.plan([slot] * 9), rows_of(9), torch.arange(9)), wanted)
-    assert sampler.request(slot) == PARAMS[4]
-
-
-def test_when_slots_run_out_the_sampler_works_on(sampler):
-    slots = [sampler.add_request(params) for params in cycled(8)]
-    wanted = sampler.sample(sampler.plan(slots), rows_of(8), torch.arange(8))
-    with pytest.raises(RuntimeError, match=r"all 8 slots are taken; remove_request\(\) one"):
-        sampler.add_request(PARAMS[0])
-    assert same(sampler.sample(sampler.plan(slots), rows_of(8), torch.arange(8)), wanted)
-    sampler.remove_request(5)
-    assert sampler.add_request(PARAMS[0]) == 5
-
-
 @pytest.mark.parametrize("params", [None, {"temperature": 1.0}, 1.0, SamplingParams])
 def test_only_sampling_params_are_held(sampler, params):
     with pytest.raises(TypeError, match=r"params must be SamplingParams, got \w+; SamplingParams\(\*\*options\)"):
         sampler.add_request(params)
-    assert sampler.add_request(PARAMS[0]) == 0
-
-
-@pytest.mark.parametrize("slot", [0, 7, 8, -1])
-def test_a_free_slot_has_no_request(sampler, slot):
-    for call in (sampler.request, sampler.remove_request):
-        with pytest.raises(ValueError, match=rf"slot must come from add_request\(\) and not be removed, got {slot}"):
-            call(slot)
     assert sampler.add_request(PARAMS[0]) == 0
 
 

@@ -1,4 +1,8 @@
-"""Every argument of a sampler that is no tensor: mistakes are named with the value and the way out."""
+"""Every mistake at the boundary is named with its value and the way out, and leaves the sampler as it was."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,9 +10,9 @@ import torch
 
 from compiled_sampler import Sampler, Verification
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, PROCESSED, PROPOSALS
-from tests.builders.sampler import REQUESTS
+from tests.builders.sampler import REQUESTS, new_outputs, same
 
-V = 8
+V, R = 8, 3
 
 
 @pytest.fixture
@@ -23,24 +27,18 @@ def sampler() -> Sampler:
     ("arguments", "error", "words"),
     [
         ({"vocab_size": 0}, ValueError, "vocab_size must be >= 1, got 0; count the tokens"),
-        ({"vocab_size": -5}, ValueError, "vocab_size must be >= 1, got -5; count the tokens"),
         (
             {"vocab_size": MAX_VOCAB_SIZE + 1},
             ValueError,
             f"vocab_size must be <= {MAX_VOCAB_SIZE}, got 4194304; the mass",
         ),
-        ({"vocab_size": 8.0}, TypeError, "vocab_size must be an int, got 8.0; pass a Python int"),
         ({"vocab_size": True}, TypeError, "vocab_size must be an int, got True; pass a Python int"),
-        ({"max_num_requests": 0}, ValueError, "max_num_requests must be >= 1, got 0; count"),
-        ({"max_num_requests": "4"}, TypeError, "max_num_requests must be an int, got '4'; pass a Python int"),
         ({"logits_dtype": torch.float64}, ValueError, "got torch.float64; convert the logits"),
-        ({"logits_dtype": "float32"}, ValueError, "got float32; convert the logits"),
         ({"vocab_size": np.True_}, TypeError, "vocab_size must be an int, got np.True_; pass a Python int"),
         ({"device": "tpu"}, ValueError, "device must be one of ('cpu', 'cuda'), got 'tpu'; move the logits there"),
+        ({"device": "meta"}, ValueError, "device must be one of ('cpu', 'cuda'), got meta; move the logits there"),
         ({"device": "cuda:99"}, ValueError, "device must be one that torch finds here, got cuda:99 of "),
         ({"device": 0}, TypeError, "device must be a str or a torch.device, got 0; 'cuda:0' is one by its index"),
-        ({"device": True}, TypeError, "device must be a str or a torch.device, got True; 'cpu' or 'cuda'"),
-        ({"device": None}, TypeError, "device must be a str or a torch.device, got None; 'cpu' or 'cuda'"),
         ({"probabilities": "no"}, TypeError, "probabilities must be a bool, got 'no'; True lets warmup() prepare"),
         (
             {"default_generator": 3},
@@ -48,12 +46,9 @@ def sampler() -> Sampler:
             "default_generator must be a torch.Generator, got int; torch.",
         ),
         ({"buckets": 5}, TypeError, "buckets must be one or more integers >= 1, got 5; for example"),
-        ({"device": "meta"}, ValueError, "device must be one of ('cpu', 'cuda'), got meta; move the logits there"),
         ({"backend": "jit"}, ValueError, "got 'jit'; 'auto' suits every device"),
         ({"top_p_base": "row"}, ValueError, "got 'row'; 'top_k' is what most engines do"),
-        ({"buckets": ()}, ValueError, "got []; for example"),
         ({"buckets": (4, 0)}, ValueError, "got [4, 0]; for example"),
-        ({"buckets": (2.0,)}, ValueError, "got [2.0]; for example"),
     ],
 )
 def test_a_sampler_of_wrong_arguments_is_refused(arguments, error, words):
@@ -79,44 +74,28 @@ def test_cuda_is_refused_where_torch_finds_none(monkeypatch):
         Sampler(V, 4, device="cuda")
 
 
+def test_the_largest_vocabulary_is_allowed():
+    assert Sampler(MAX_VOCAB_SIZE, 1, backend="eager").vocab_size == MAX_VOCAB_SIZE
+
+
 def test_sizes_of_numpy_are_sizes():
     sampler = Sampler(np.int64(V), np.int32(4), backend="eager", buckets=np.array([1, 4]))
     assert type(sampler.vocab_size) is int
     assert sampler.plan([sampler.add_request(REQUESTS["full"])]).slots == (0,)
 
 
-def test_a_message_about_a_choice_lists_the_choices():
-    for arguments, choices in (
-        ({"backend": "jit"}, ("auto", "eager", "compiled", "graph")),
-        ({"top_p_base": "row"}, ("top_k", "all")),
-        ({"logits_dtype": torch.int8}, ("float32", "bfloat16", "float16")),
-    ):
-        with pytest.raises(ValueError, match=next(iter(arguments))) as caught:
-            Sampler(V, 4, **arguments)
-        assert all(choice in str(caught.value) for choice in choices)
-
-
-def test_the_largest_vocabulary_is_allowed():
-    assert Sampler(MAX_VOCAB_SIZE, 1, backend="eager").vocab_size == MAX_VOCAB_SIZE
-
-
-@pytest.mark.parametrize("modes", ["full", ["fast"], ["full", "top_k_top_p"], [["full"]]])
-def test_modes_that_are_none_are_not_warmed_up(sampler, modes):
-    with pytest.raises(ValueError, match=r"modes must be .*of .*greedy.*, .*no_filter"):
-        sampler.warmup(modes=modes)
-    assert sampler.sample(sampler.plan([0]), torch.zeros(1, V), torch.zeros(1).long()).token_ids.shape == (1,)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "error", "words"),
     [
-        ({"modes": 5}, "modes must be a list of some of greedy, .* got 5; None prepares all"),
-        ({"modes": iter(["full"])}, "modes must be a list of some of greedy, .*; None prepares all"),
-        ({"progress": 5}, r"progress must be callable, got 5; progress\(done, total, label\), or None"),
+        ({"modes": ["full", "top_k_top_p"]}, ValueError, r"modes must be .*of .*greedy.*, .*no_filter"),
+        ({"modes": [["full"]]}, ValueError, r"modes must be .*of .*greedy.*, .*no_filter"),
+        ({"modes": "full"}, ValueError, r"modes must be .*of .*greedy.*, .*no_filter"),
+        ({"modes": iter(["full"])}, TypeError, "modes must be a list of some of greedy, .*; None prepares all"),
+        ({"progress": 5}, TypeError, r"progress must be callable, got 5; progress\(done, total, label\), or None"),
     ],
 )
-def test_a_warmup_with_something_of_another_type_is_refused(sampler, arguments, words):
-    with pytest.raises(TypeError, match=words):
+def test_a_wrong_warmup_is_refused(sampler, arguments, error, words):
+    with pytest.raises(error, match=words):
         sampler.warmup(**arguments)
     assert sampler.sample(sampler.plan([0]), torch.zeros(1, V), torch.zeros(1).long()).token_ids.shape == (1,)
 
@@ -124,12 +103,9 @@ def test_a_warmup_with_something_of_another_type_is_refused(sampler, arguments, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("greedy",), "rule must be one of ('match', 'rejection', 'block'), got 'greedy'"),
         (("strict",), "rule must be one of ('match', 'rejection', 'block'), got 'strict'; it is called 'match' here"),
         (("match", np.True_), "width must be an int in [1, 64], got np.True_"),
         (("match", 0), "width must be an int in [1, 64], got 0; it counts drafts"),
-        (("match", 2.0), "width must be an int in [1, 64], got 2.0"),
-        (("match", True), "width must be an int in [1, 64], got True"),
         (("match", 65), "width must be an int in [1, 64], got 65"),
         (("block", 2, "probs"), f"drafts must be one of {(*PROPOSALS, CACHE, PROCESSED)}, got 'probs'"),
         (("match", 2, "logits"), "rule 'match' never looks at what drafts were drawn from, got drafts='logits'"),
@@ -150,3 +126,121 @@ def test_only_verifications_are_prepared(verifications):
 def test_a_width_of_numpy_is_stored_as_an_int():
     assert Verification("block", np.int64(3)) == Verification("block", 3)
     assert type(Verification("block", np.int64(3)).width) is int
+
+
+@pytest.fixture(scope="module")
+def engine() -> SimpleNamespace:
+    """A sampler with a plan of three rows, their inputs and what they draw."""
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(REQUESTS["full"])] * R)
+    logits, positions = torch.randn(R, V, generator=torch.Generator().manual_seed(0)), torch.arange(R)
+    wanted = sampler.sample(plan, logits, positions)
+    return SimpleNamespace(sampler=sampler, plan=plan, logits=logits, positions=positions, wanted=wanted)
+
+
+@pytest.fixture
+def refused(engine: SimpleNamespace) -> Iterator[Callable[..., str]]:
+    """Calls ``sample`` with something wrong; returns the message. Afterwards the same call without it works."""
+
+    def call(error: type[Exception], **changed: Any) -> str:
+        arguments = {"plan": engine.plan, "logits": engine.logits, "positions": engine.positions} | changed
+        with pytest.raises(error) as caught:
+            engine.sampler.sample(**arguments)
+        return str(caught.value)
+
+    yield call
+    assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions), engine.wanted)
+
+
+@pytest.mark.parametrize(
+    ("logits", "error", "words"),
+    [
+        ([[0.0] * V] * R, TypeError, "logits must be a torch.Tensor, got list; torch.as_tensor converts"),
+        (torch.zeros(R, V, dtype=torch.bfloat16), TypeError, "got torch.bfloat16; convert with .to(torch.float32)"),
+        (torch.zeros(R, V, device="meta"), ValueError, "logits must be on cpu, got meta; move it there"),
+        (torch.zeros(R + 1, V), ValueError, "logits must be [3, >= 8], got [4, 8]; slice the rows of the plan"),
+        (torch.zeros(R, V - 1), ValueError, "logits must be [3, >= 8], got [3, 7]; slice the rows of the plan"),
+        (torch.zeros(V), ValueError, "logits must be [3, >= 8], got [8]; slice the rows of the plan"),
+        (torch.zeros(V, R).T, ValueError, "logits must have column stride 1, got strides (1, 3); call .contiguous()"),
+        (torch._neg_view(torch.zeros(R, V)), ValueError, "got a view with the negative bit; call .resolve_neg()"),
+        (torch.zeros(R, V).to_sparse(), TypeError, "dense tensor, got torch.sparse_coo; call .to_dense()"),
+        (
+            torch.nested.nested_tensor([torch.zeros(V)] * R, layout=torch.jagged),
+            TypeError,
+            "dense tensor, got a nested one; call .to_padded_tensor(padding)",
+        ),
+    ],
+)
+def test_wrong_logits_are_refused(refused, logits, error, words):
+    assert words in refused(error, logits=logits)
+
+
+@pytest.mark.parametrize(
+    ("positions", "error", "words"),
+    [
+        ([0, 1, 2], TypeError, "positions must be a torch.Tensor, got list; torch.as_tensor converts"),
+        (torch._neg_view(torch.arange(R)), ValueError, "positions must hold its numbers, got a view with the negative"),
+        (torch.arange(R).short(), TypeError, "or torch.int32, got torch.int16; convert with .to(torch.int64)"),
+        (torch.arange(R + 1), ValueError, "positions must be [3], one a slot of the plan, got [4]"),
+    ],
+)
+def test_wrong_positions_are_refused(refused, positions, error, words):
+    assert words in refused(error, positions=positions)
+
+
+@pytest.mark.parametrize(
+    ("out", "error", "words"),
+    [
+        (tuple(new_outputs(R)), TypeError, "out must be SampleOutputs or 'ring', got tuple; SampleOutputs(token_ids, "),
+        (new_outputs(R)._replace(token_ids=[0] * R), TypeError, "out.token_ids must be a torch.Tensor, got list"),
+        (
+            new_outputs(R)._replace(status=torch.zeros(R)),
+            TypeError,
+            "out.status must be torch.int32, got torch.float32",
+        ),
+        (new_outputs(R + 1), ValueError, "out.token_ids must be [3], as the plan has it, got [4]"),
+        (new_outputs(R)._replace(status=new_outputs(2).status), ValueError, "out.status must be [3], as the plan has"),
+        (new_outputs(R, "meta"), ValueError, "out.token_ids must be on cpu, got meta; move it there"),
+    ],
+)
+def test_a_wrong_out_is_refused_and_left_alone(refused, out, error, words):
+    before = [each.clone() for each in out if isinstance(each, torch.Tensor)]
+    assert words in refused(error, out=out)
+    for left, right in zip(before, (each for each in out if isinstance(each, torch.Tensor)), strict=True):
+        assert left.is_meta or torch.equal(left, right)
+
+
+def test_an_empty_plan_still_checks_its_tensors(engine):
+    plan = engine.sampler.plan([])
+    with pytest.raises(ValueError, match=r"logits must be \[0, >= 8\], got \[3, 8\]"):
+        engine.sampler.sample(plan, engine.logits, engine.positions[:0])
+
+
+@pytest.mark.parametrize(
+    ("buffer", "error", "words"),
+    [
+        (torch.zeros(R, V - 1), ValueError, "logits must be [R, >= 8], got [3, 7]"),
+        (torch.zeros(0, V), ValueError, "buffer must have at least one row, got none; bind_logits(None) drops"),
+    ],
+)
+def test_a_wrong_buffer_is_not_bound(engine, buffer, error, words):
+    with pytest.raises(error) as caught:
+        engine.sampler.bind_logits(buffer)
+    assert words in str(caught.value)
+    engine.sampler.bind_logits(None)
+    assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions), engine.wanted)
+
+
+def test_a_sampler_is_made_and_draws_under_any_default_device_and_dtype(engine):
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        sampler = Sampler(V, 4, backend="eager")
+        plan = sampler.plan([sampler.add_request(REQUESTS["full"])] * R)
+        drawn = sampler.sample(plan, engine.logits, engine.positions)
+        empty = sampler.probs(sampler.plan([]), engine.logits[:0])
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert same(drawn, engine.wanted)
+    assert (empty.dtype, empty.device.type, empty.shape) == (torch.float32, "cpu", (0, V))

@@ -2,15 +2,19 @@
 
 import sys
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
-from compiled_sampler import EditInput, LogitEdit, Sampler, SamplingParams
+from compiled_sampler import EditInput, EditState, LogitEdit, SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.builders.custom_edits import EDITS, HISTORY, Stepped, V, custom_sampler, params_with, random_inputs
+from tests.builders.edit_states import params_with as params_of_states
+from tests.builders.edit_states import stateful_sampler
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,9 @@ class Changeable(LogitEdit):
     """Not frozen."""
 
 
-class Bare(LogitEdit):
-    """No dataclass."""
-
-
 WRONG = [
     (lambda: sampler_of(Kept), TypeError, "must be a LogitEdit"),
     (lambda: Sampler(V, 2, edits=Kept()), TypeError, "must be a list of LogitEdit"),
-    (lambda: sampler_of(Bare()), TypeError, "frozen dataclass"),
     (lambda: sampler_of(Changeable()), TypeError, "frozen dataclass"),
     (lambda: sampler_of(Kept(), Kept()), ValueError, "name of edits must be used once, got 'Kept'"),
     (lambda: sampler_of(declared(name="penalties")), ValueError, "'penalties' twice"),
@@ -74,7 +73,6 @@ WRONG = [
     (lambda: sampler_of(declared(tables=lambda self, size: {"t": [0.0] * size})), TypeError, "torch.Tensor"),
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x > 0)), TypeError, "must return float32"),
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x[:, :1])), TypeError, "shape of x"),
-    (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: rows.params["no"])), TypeError, "KeyError: 'no'"),
     (lambda: sampler_of(Kept(), captured_edits=[["Kep"]]), ValueError, "'Kep'"),
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x.add_(1.0))), TypeError, "must write into nothing"),
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x if x.sum() > 0 else -x)), TypeError, "torch.where"),
@@ -98,9 +96,12 @@ def test_edits_are_taken_under_another_default_dtype():
     assert sampler.statistics().edit_bytes == 0
 
 
-def test_two_edits_must_not_share_an_input():
-    twice = [declared(name=name, inputs={"mask": EditInput()}) for name in ("a", "b")]
-    with pytest.raises(ValueError, match="input of edits must be used once, got 'mask'"):
+@pytest.mark.parametrize("part", ["input", "state"])
+def test_two_edits_must_not_share_an_input_or_a_state(part):
+    declarations = {"inputs": {"s": EditInput()}, "state": lambda self, size: {"s": EditState()}}
+    name = {"input": "inputs", "state": "state"}[part]
+    twice = [declared(name=each, **{name: declarations[name]}) for each in "ab"]
+    with pytest.raises(ValueError, match=f"{part} of edits must be used once, got 's'"):
         sampler_of(*twice)
 
 
@@ -112,7 +113,6 @@ def test_two_edits_must_not_share_an_input():
         ({"Leveled": {}}, TypeError, "level"),
         ({"Leveled": {"levl": 1.0}}, TypeError, "levl'; it has level"),
         ({"Leveled": {"level": "1"}}, TypeError, "must be a number"),
-        ({"Leveled": {"level": float("nan")}}, ValueError, "float32 holds"),
         ({"Leveled": {"level": 1e39}}, ValueError, "float32 holds"),
         ({"Leveled": Kept()}, TypeError, "Params or a mapping"),
         ({"Stepped": {"lowers": 2}}, ValueError, "lowers of Stepped must be a bool, got 2"),
@@ -125,7 +125,7 @@ def test_a_request_is_refused(given, error, message):
     assert sampler.num_free_slots == 2
 
 
-@pytest.mark.parametrize("given", ["Kept", ["Kept"], {"Kept": 1}, {3: {}}, [("Kept", {}), ("Kept", {})], {"Kept": [1]}])
+@pytest.mark.parametrize("given", ["Kept", {"Kept": 1}, {3: {}}, [("Kept", {}), ("Kept", {})]])
 def test_extra_args_that_are_no_mapping_are_refused(given):
     with pytest.raises(TypeError, match="extra_args"):
         SamplingParams(extra_args=given)
@@ -149,7 +149,6 @@ def test_parameters_can_be_a_mapping_or_the_dataclass():
         ({"number": None}, ValueError, "'number'"),
         ({"number": torch.zeros(1, dtype=torch.int64)}, TypeError, "int32"),
         ({"number": torch.zeros(2, dtype=torch.int32)}, ValueError, r"must be \[1\]"),
-        ({"number": torch.zeros(1, 1, dtype=torch.int32)}, ValueError, r"must be \[1\]"),
         ({"blocked": torch.zeros(1, V - 1, dtype=torch.bool)}, ValueError, r"must be \[1, >= 129\]"),
         ({"blocked": torch.zeros(V, 1, dtype=torch.bool)}, ValueError, "one for each row"),
         ({"blocked": [[False] * V]}, TypeError, "torch.Tensor"),
@@ -179,19 +178,6 @@ def test_a_call_is_refused(changed, error, message):
                 step(given)
     with pytest.raises(TypeError, match="edit_inputs must map"):
         sampler.sample(plan, logits, position, edit_inputs=[logits])
-
-
-def test_probabilities_need_positions():
-    sampler = custom_sampler("eager", 1)
-    plan = sampler.plan([sampler.add_request(params_with(["NoDigits"], seed=1))])
-    with pytest.raises(ValueError, match="positions must be given for NoDigits"):
-        sampler.probs(plan, torch.randn(1, V))
-
-
-def test_a_prompt_beyond_the_history_is_refused():
-    sampler = custom_sampler("eager", 1)
-    with pytest.raises(ValueError, match="history_len"):
-        sampler.add_request(params_with(["GreenList"], seed=1), [1] * (HISTORY + 1))
 
 
 def test_an_edit_that_promises_no_bits_is_named_by_plans_and_statistics():
@@ -302,3 +288,100 @@ def test_on_an_unknown_torch_an_edit_is_tried_without_private_parts(monkeypatch)
     sampler_of(Kept())
     with pytest.raises(TypeError, match="must return float32"):
         sampler_of(declared(edit=lambda self, x, ids, rows: x > 0))
+
+
+def with_state(state, **declarations):
+    """A sampler whose edit declares a state."""
+    return sampler_of(declared(state=lambda self, vocab_size: state, **declarations))
+
+
+def writes(self, x, ids, rows):
+    rows.state["s"].add_(1.0)
+    return x
+
+
+WRONG_STATES = [
+    ([EditState()], {}, TypeError, "state of Declared must map names to EditState"),
+    ({"s": torch.zeros(3)}, {}, TypeError, "must map names to EditState, got 's'"),
+    (
+        {"s": EditState(torch.float64)},
+        {},
+        ValueError,
+        "dtype of state 's' of Declared must be one of .* got torch.float64",
+    ),
+    ({"s": EditState(per_token=1)}, {}, TypeError, "per_token, a bool"),
+    ({"s": EditState(shape=(3, 0))}, {}, ValueError, r"sizes above 0.* got \(3, 0\)"),
+    ({"s": EditState(per_token=True, shape=(3,))}, {}, ValueError, r"\(\) with per_token, got \(3,\)"),
+    ({"s": EditState(torch.int32, initial=0.5)}, {}, TypeError, "initial of state 's' of Declared must be an int"),
+    ({"s": EditState(torch.int32, initial=2**31)}, {}, ValueError, "torch.int32 holds, got 2147483648"),
+    ({"s": EditState(initial="1")}, {}, TypeError, "must be a number"),
+    ({"s": EditState(initial=float("nan"))}, {}, ValueError, "torch.float32 holds, got nan"),
+    ({"s": EditState(torch.bool, initial=2)}, {}, ValueError, "must be a bool, got 2"),
+    ({"s": EditState()}, {"edit": writes}, TypeError, "must write into nothing"),
+    ({}, {"edit": lambda self, x, ids, rows: x + rows.state["s"]}, TypeError, "KeyError: 's'"),
+    (
+        {"s": EditState(shape=(7,))},
+        {"edit": lambda self, x, ids, rows: x + rows.state["s"]},
+        TypeError,
+        "must take logits",
+    ),
+]
+
+
+@pytest.mark.parametrize(("state", "declarations", "error", "message"), WRONG_STATES)
+def test_a_sampler_refuses_state(state, declarations, error, message):
+    with pytest.raises(error, match=message):
+        with_state(state, **declarations)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "initial"),
+    [
+        *((torch.float32, -float("inf")), (torch.int64, -(2**63)), (torch.bool, 1)),
+        *((torch.bfloat16, Fraction(1, 4)), (torch.int32, np.int64(7))),
+    ],
+)
+def test_a_sampler_takes_what_a_dtype_holds(dtype, initial):
+    sampler = with_state({"s": EditState(dtype, initial=initial)})
+    assert sampler.edit_state("s").tolist() == [initial] * 2
+    assert sampler.edit_state("s").dtype is dtype
+
+
+@pytest.mark.parametrize("method", ["edit", "tables", "state"])
+def test_a_field_must_not_have_the_name_of_a_method(method):
+    made = dataclass(frozen=True)(type("Named", (Kept,), {"__annotations__": {method: int}, method: 3}))()
+    with pytest.raises(TypeError, match=f"{method} of Named must be the method of LogitEdit, got 3; name the field"):
+        Sampler(V, 2, backend="eager", edits=[made])
+
+
+def test_a_state_that_no_edit_declares_is_refused():
+    with pytest.raises(ValueError, match="here words, bias, weight, acts, groups, got 'word'"):
+        stateful_sampler("eager", 1).edit_state("word")
+    with pytest.raises(ValueError, match="here none, got 'words'"):
+        Sampler(V, 1, backend="eager").edit_state("words")
+
+
+@pytest.mark.parametrize("edits", [["RunningBias"], []], ids=["with", "without"])
+def test_no_step_writes_into_state(edits):
+    """Whatever the batch is: other requests may have the edit."""
+    sampler = stateful_sampler("eager", 2)
+    slots = [sampler.add_request(params_of_states(edits, seed=n, logit_bias={0: 1.0})) for n in range(2)]
+    plan, drafted, bias = sampler.plan(slots), sampler.plan(slots, num_drafts=[0, 0]), sampler.edit_state("bias")
+    logits, positions, none = torch.randn(2, V), torch.tensor([0, 0]), torch.zeros(2, 0, dtype=torch.int64)
+    groups = sampler.edit_state("groups")[:, 0, 0]
+    finished = torch.zeros(2, dtype=torch.bool)
+    out = SampleOutputs(groups, torch.zeros(2, dtype=torch.int32), finished)
+    with pytest.raises(ValueError, match="memory of its own"):
+        sampler.probs(plan, logits, out=bias, positions=positions)
+    with pytest.raises(ValueError, match="memory of its own"):
+        sampler.sample(plan, logits, positions, out)
+    made = sampler.verify(drafted, logits, none, positions)
+    with pytest.raises(ValueError, match="memory of its own"):
+        sampler.verify(drafted, logits, none, positions, out=made._replace(num_emitted=groups))
+    for step in (
+        lambda: sampler.sample(plan, bias, positions, consume_logits=True),
+        lambda: sampler.verify(drafted, bias, none, positions, consume_logits=True),
+    ):
+        with pytest.raises(ValueError, match="of what edits read"):
+            step()
+    assert sampler.sample(plan, bias, positions).tolist()

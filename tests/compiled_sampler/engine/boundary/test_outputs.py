@@ -1,16 +1,21 @@
 """Results of a caller that torch would refuse to write are refused before anything runs, and stay as they were."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.batch import tensors_of
-from tests.builders.sampler import same
+from compiled_sampler.engine.boundary.tensors import overlap, span
+from tests.builders.sampler import REQUESTS, new_outputs, same
 
-V, N = 20, 3
+V, N, R, K = 20, 3, 3, 2
 
 
 @pytest.fixture
@@ -70,3 +75,90 @@ def test_results_without_finished_are_refused_in_a_batch_with_edits():
         sampler.sample(plan, logits, positions, out)
     full = out._replace(finished=torch.empty(1, dtype=torch.bool))
     assert same(sampler.sample(plan, logits, positions, full), sampler.sample(plan, logits, positions))
+
+
+@pytest.fixture
+def engine() -> Iterator[SimpleNamespace]:
+    """A sampler, a batch and what it draws, which a refused call leaves as it is."""
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(REQUESTS["full"])] * R)
+    logits, positions = torch.randn(R, V, generator=torch.Generator().manual_seed(0)), torch.arange(R)
+    wanted = sampler.sample(plan, logits, positions)
+    yield SimpleNamespace(sampler=sampler, plan=plan, logits=logits, positions=positions, wanted=wanted)
+    assert same(sampler.sample(plan, logits, positions), wanted)
+
+
+def shared(name: str, engine: SimpleNamespace) -> SampleOutputs:
+    """Outputs whose fields share memory with each other or with an input."""
+    words, status = torch.full((3 * R + 1,), -7, dtype=torch.int32), new_outputs(R).status
+    token_ids = words[: 2 * R].view(torch.int64)
+    return {
+        "the last word": SampleOutputs(token_ids, words[2 * R - 1 : 3 * R - 1]),
+        "columns": SampleOutputs(words[: 2 * R].view(torch.int64), words[1 : 2 * R : 2]),
+        "positions": SampleOutputs(engine.positions, status),
+        "logits": SampleOutputs(engine.logits.view(torch.int64)[:, 0], status),
+        "itself": SampleOutputs(token_ids[:1].expand(R), status),
+    }[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("the last word", "must have memory of its own, got that of out.status; allocate each field"),
+        ("columns", "must have memory of its own, got that of out.status; allocate each field"),
+        ("positions", "must have memory of its own, got that of an input; allocate each field"),
+        ("logits", "must have memory of its own, got that of an input; allocate each field"),
+        ("itself", "must not repeat its memory, got strides (0,); call .contiguous()"),
+    ],
+)
+def test_an_out_that_shares_memory_is_refused(engine, name, words):
+    out = shared(name, engine)
+    fields = tensors_of(out)
+    before = [each.clone() for each in fields]
+    with pytest.raises(ValueError, match=re.escape(f"out.token_ids {words}")):
+        engine.sampler.sample(engine.plan, engine.logits, engine.positions, out)
+    assert all(map(torch.equal, fields, before))
+
+
+def test_an_out_whose_fields_lie_beside_each_other_in_one_buffer_is_taken(engine):
+    words = torch.full((R, 6), -7, dtype=torch.int32)
+    half = torch.full((4 * R,), -7, dtype=torch.int32)
+    for out in (
+        SampleOutputs(words.view(torch.int64)[:, 1], words[:, 5]),
+        SampleOutputs(half[: 2 * R].view(torch.int64), half[2 * R : 3 * R]),
+    ):
+        assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions, out), engine.wanted)
+
+
+def test_results_of_a_verification_do_not_overwrite_its_drafts_and_positions(engine):
+    plan, drafts = engine.sampler.plan([0] * R, num_drafts=[K] * R), torch.zeros(R, K + 1, dtype=torch.int64)
+    call = (plan, torch.zeros(R * (K + 1), V), drafts[:, :K], engine.positions)
+    out = engine.sampler.verify(*call)
+    for name, shared in (("num_accepted", engine.positions), ("token_ids", drafts)):
+        with pytest.raises(ValueError, match=rf"out\.{name} must have memory of its own, got that of an input"):
+            engine.sampler.verify(*call, out=out._replace(**{name: shared}))
+    assert not drafts.any()
+
+
+def test_the_probabilities_do_not_overwrite_the_logits(engine):
+    with pytest.raises(ValueError, match=r"out\.probabilities must have memory of its own, got that of an input"):
+        engine.sampler.probs(engine.plan, engine.logits, engine.logits)
+
+
+views = st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(1, 3), st.integers(1, 4))
+
+
+@given(views, views)
+def test_tensors_that_share_an_element_always_overlap(one, other):
+    """Views ``[rows, columns]`` of one buffer, at any start and distance of rows; of equal distances exactly these."""
+    buffer = torch.zeros(64, dtype=torch.int32)
+    cells, spans = [], []
+    for start, rows, columns, more in (one, other):
+        view = buffer.as_strided((rows, columns), (columns + more, 1), start)
+        cells.append({start + row * (columns + more) + column for row in range(rows) for column in range(columns)})
+        spans.append(span(view))
+    shared = bool(cells[0] & cells[1])
+    assert overlap(*spans) >= shared
+    assert overlap(*spans) == overlap(*spans[::-1])
+    if spans[0].step == spans[1].step:
+        assert overlap(*spans) == shared

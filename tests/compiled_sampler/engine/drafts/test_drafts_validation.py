@@ -84,14 +84,10 @@ def verify(engine: SimpleNamespace, plan: Plan | None = None, **changed: Any) ->
 @pytest.mark.parametrize(
     ("num_drafts", "error", "words"),
     [
-        ((), ValueError, "num_drafts must have one count a slot, 3, got 0; 0 for no drafts"),
         ((1, 2, 3, 4), ValueError, "num_drafts must have one count a slot, 3, got 4; 0 for no drafts"),
-        ((1, 2.5, 3), TypeError, "num_drafts of request 1 must be an int, got 2.5; pass Python ints"),
         ((1, 2, True), TypeError, "num_drafts of request 2 must be an int, got True; pass Python ints"),
         (torch.tensor([1, 2, 3]), TypeError, "num_drafts must be a sequence of ints, got tensor([1, 2, 3])"),
-        (3, TypeError, "num_drafts must be a sequence of ints, got 3; one count a slot"),
         ((1, -1, 3), ValueError, "num_drafts of request 1 must be in [0, 64], got -1; draft fewer"),
-        ((1, 2, 65), ValueError, "num_drafts of request 2 must be in [0, 64], got 65; draft fewer"),
     ],
 )
 def test_wrong_numbers_of_drafts_are_refused(engine, refused, num_drafts, error, words):
@@ -112,29 +108,21 @@ RULE = "rule must be one of ('match', 'rejection', 'block'), got "
 LAW = {"rule": "rejection"}
 WRONG = [
     ({"rule": "typical"}, ValueError, RULE + "'typical'; 'match' keeps the sampler's stream"),
-    ({"rule": None}, ValueError, RULE + "None"),
-    ({"rule": "strict"}, ValueError, RULE + "'strict'; it is called 'match' here"),
     ({"rule": "probabilistic"}, ValueError, RULE + "'probabilistic'; it is called 'rejection' here"),
-    ({"positions": None}, TypeError, "positions must be a torch.Tensor, got NoneType"),
     ({"draft_probs": LAWS, "draft_logits": LAWS, **LAW}, ValueError, "draft_probs and draft_logits must not both be"),
     ({"draft_probs": LAWS}, ValueError, "rule 'match' never looks at draft_probs or draft_logits"),
-    ({"draft_logits": LAWS}, ValueError, "rule 'match' never looks at draft_probs or draft_logits"),
     ({"draft_probs": LAWS.tolist(), **LAW}, TypeError, "draft_probs must be a torch.Tensor, got list"),
     ({"draft_probs": LAWS.double(), **LAW}, TypeError, "draft_probs must be torch.float32, got torch.float64"),
     ({"draft_probs": LAWS[:4], **LAW}, ValueError, "draft_probs must be [5, >= 40], got [4, 40]"),
-    ({"draft_probs": values(0, N, K, V), **LAW}, ValueError, "draft_probs must be [5, >= 40], got [3, 3, 40]"),
-    ({"draft_probs": LAWS[:, 1:], **LAW}, ValueError, "draft_probs must be [5, >= 40], got [5, 39]"),
     ({"draft_probs": LAWS.to("meta"), **LAW}, ValueError, "draft_probs must be on cpu, got meta"),
     (
         {"draft_logits": LAWS.double(), "rule": "block"},
         TypeError,
         "draft_logits must be torch.float32, got torch.float64",
     ),
-    ({"draft_logits": values(0, R, V), "rule": "block"}, ValueError, "draft_logits must be [5, >= 40], got [8, 40]"),
     ({"draft_logits": values(0, V, D).T, **LAW}, ValueError, "draft_logits must have column stride 1, got strides"),
     ({"draft_token_ids": torch.zeros(N, K)}, TypeError, "draft_token_ids must be torch.int64 or torch.int32, got"),
     ({"draft_token_ids": torch.zeros(N, 2, dtype=torch.int64)}, ValueError, "must be [3, >= 3] as planned, got [3, 2]"),
-    ({"draft_token_ids": torch.zeros(2, K, dtype=torch.int64)}, ValueError, "must be [3, >= 3] as planned, got [2, 3]"),
     (
         {"draft_token_ids": torch.zeros(D + 1, dtype=torch.int64)},
         ValueError,
@@ -142,18 +130,12 @@ WRONG = [
     ),
     ({"draft_token_ids": INPUTS["draft_token_ids"].to("meta")}, ValueError, "draft_token_ids must be on cpu, got meta"),
     ({"positions": [0, 1, 2]}, TypeError, "positions must be a torch.Tensor, got list"),
-    ({"positions": torch.zeros(N)}, TypeError, "positions must be torch.int64 or torch.int32, got"),
     ({"positions": torch.arange(R)}, ValueError, "positions must be [3], one a slot of the plan, got [8]"),
     ({"logits": values(0, N, V)}, ValueError, "logits must be [8, >= 40], got [3, 40]"),
-    ({"logits": values(0, R, V).double()}, TypeError, "logits must be torch.float32, got torch.float64"),
     ({"out": new_outputs(N)}, TypeError, "must be VerifyOutputs or 'ring', got SampleOutputs; VerifyOutputs(token_ids"),
-    ({"out": tuple(outputs())}, TypeError, "out must be VerifyOutputs or 'ring', got tuple"),
-    ({"out": outputs(2)}, ValueError, "out.token_ids must be [3, 4], as the plan has it, got [2, 4]"),
     ({"out": outputs(width=2)}, ValueError, "out.token_ids must be [3, 4], as the plan has it, got [3, 3]"),
     ({"out": outputs()._replace(num_matching=torch.zeros(4).long())}, ValueError, "out.num_matching must be [3]"),
-    ({"out": outputs()._replace(num_emitted=torch.zeros(N))}, TypeError, "out.num_emitted must be torch.int64"),
     ({"out": outputs()._replace(status=torch.zeros(N).long())}, TypeError, "out.status must be torch.int32, got"),
-    ({"out": outputs(device="meta")}, ValueError, "out.token_ids must be on cpu, got meta"),
 ]
 
 
@@ -172,14 +154,14 @@ def test_verify_from_probs_refuses_the_same(engine, refused, changed, error, wor
     assert words in refused(error, engine.sampler.verify_from_probs, engine.plan, **given)
 
 
-@pytest.mark.parametrize("drafts", [None, 3, [[3, 5], [], [7, 0, 39]], [torch.zeros(3).long()], "a handle"])
+@pytest.mark.parametrize("drafts", [None, [[3, 5], [], [7, 0, 39]], [torch.zeros(3).long()], "a handle"])
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_drafts_that_are_neither_a_tensor_nor_handles_are_refused(engine, refused, drafts, rule):
     given = engine.handles[0] if drafts == "a handle" else drafts
     assert "draft" in refused(TypeError, verify, engine, draft_token_ids=given, rule=rule)
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_handles_of_other_slots_in_another_order_or_too_few_are_refused(engine, refused, rule):
     first, second, third = engine.handles
     other = engine.sampler.draft(engine.sampler.plan(engine.slots[::-1]), values(0, N, V), INPUTS["positions"], False)
@@ -221,14 +203,10 @@ def test_handles_from_logits_of_different_widths_are_verified(engine):
     [
         ({"offset": -1}, ValueError, "offset must be in [0, 64), got -1; it counts drafts of the same block"),
         ({"offset": 64}, ValueError, "offset must be in [0, 64), got 64; it counts drafts of the same block"),
-        ({"offset": 0.5}, TypeError, "offset must be an int"),
-        ({"offset": True}, TypeError, "offset must be an int"),
         ({"offset": np.True_}, TypeError, "offset must be an int"),
         ({"positions": None}, TypeError, "positions must be a torch.Tensor, got NoneType"),
-        ({"offset": None}, TypeError, "offset must be an int"),
         ({"coupled": "no"}, TypeError, "coupled must be a bool, got 'no'; True for the rule 'match'"),
         ({"draft_logits": values(0, R, V)}, ValueError, "logits must be [3, >= 40], got [8, 40]"),
-        ({"draft_logits": values(0, N, V).double()}, TypeError, "logits must be torch.float32, got torch.float64"),
         ({"positions": torch.arange(R)}, ValueError, "positions must be [3], one a slot of the plan, got [8]"),
     ],
 )
@@ -300,10 +278,3 @@ def test_bonus_tokens_from_outside_are_refused_with_the_reason(engine, refused, 
         message = refused(ValueError, call, engine.plan, *INPUTS.values(), bonus_token_ids=bonus)
         assert f"bonus_token_ids must be None, got {type(bonus).__name__}; pass k_n + 1 rows of each" in message
         assert "break the stream of 'match' and the law of 'rejection' and 'block'" in message
-
-
-def test_integers_of_numpy_are_offsets(engine):
-    given = (engine.plan, ROWS["logits"], ROWS["positions"], False)
-    made, wanted = engine.sampler.draft(*given, np.int64(2)), engine.sampler.draft(*given, 2)
-    assert (made.offset, type(made.offset)) == (2, int)
-    assert torch.equal(made.token_ids, wanted.token_ids)

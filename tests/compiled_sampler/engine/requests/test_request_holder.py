@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_sampler import Mode, Sampler, SamplingParams
 from tests.builders.sampler import REQUESTS
@@ -31,26 +32,13 @@ def test_free_slots_are_counted(sampler):
     assert (sampler.num_free_slots, sampler.max_num_requests) == (2, 4)
 
 
-@pytest.mark.parametrize("base", ["top_k", "all"])
-def test_the_base_of_top_p_can_be_asked_for(base):
-    assert Sampler(V, 1, backend="eager", top_p_base=base).top_p_base == base
-
-
-@pytest.mark.parametrize("name", REQUESTS)
-def test_the_mode_of_a_request_is_that_of_its_plan(sampler, name):
-    mode = sampler.mode_for(REQUESTS[name])
-    assert isinstance(mode, Mode)
-    assert mode.name == name
-    assert sampler.num_free_slots == 4
-    assert mode is sampler.plan([sampler.add_request(REQUESTS[name])]).mode
-
-
 @pytest.mark.parametrize(
-    "names", [(), ("greedy", "greedy"), ("greedy", "min_p"), ("top_k", "top_k_top_p[64]", "min_p")]
+    "names", [(), *((name,) for name in REQUESTS), ("greedy", "min_p"), ("top_k", "top_k_top_p[64]", "min_p")]
 )
-def test_the_mode_of_several_requests_is_that_of_their_plan(sampler, names):
+def test_the_mode_of_requests_is_that_of_their_plan(sampler, names):
     params = [REQUESTS[name] for name in names]
-    mode = sampler.mode_for(iter(params)) if params else sampler.mode_for(params)
+    mode = sampler.mode_for(params[0] if len(params) == 1 else iter(params))
+    assert isinstance(mode, Mode)
     assert mode is sampler.plan([sampler.add_request(each) for each in params]).mode
 
 
@@ -69,13 +57,6 @@ def test_a_mode_is_asked_for_with_parameters_alone(sampler, params, words):
     assert words in str(caught.value)
 
 
-def test_a_mode_is_asked_for_without_a_seed_being_drawn():
-    generator = torch.Generator().manual_seed(3)
-    state = generator.get_state()
-    Sampler(V, 4, backend="eager", default_generator=generator).mode_for(SamplingParams())
-    assert torch.equal(generator.get_state(), state)
-
-
 def test_samplers_with_equal_generators_draw_equal_seeds():
     first, second = (
         Sampler(V, 4, backend="eager", default_generator=torch.Generator().manual_seed(7)) for _ in range(2)
@@ -83,16 +64,6 @@ def test_samplers_with_equal_generators_draw_equal_seeds():
     seeds = seeds_of(first)
     assert seeds == seeds_of(second)
     assert len(set(seeds + seeds_of(first))) == 8
-
-
-def test_a_generator_in_an_old_state_draws_the_old_seeds():
-    generator = torch.Generator().manual_seed(7)
-    sampler = Sampler(V, 4, backend="eager", default_generator=generator)
-    seeds_of(sampler)
-    state = generator.get_state()
-    seeds = seeds_of(sampler)
-    generator.set_state(state)
-    assert seeds == seeds_of(sampler)
 
 
 def test_the_default_generator_of_torch_follows_manual_seed():
@@ -116,20 +87,13 @@ def test_seeds_of_a_generator_cover_64_bits_and_give_the_stream_that_they_name()
     assert tokens[0].tolist() == tokens[1].tolist()
 
 
-@pytest.mark.parametrize("named", [0, 5, -3])
-def test_a_request_with_a_seed_draws_none(named):
+def test_a_seed_is_drawn_for_a_request_that_needs_one_and_gets_a_slot():
     generator = torch.Generator().manual_seed(7)
-    state, sampler = generator.get_state(), Sampler(V, 4, backend="eager", default_generator=generator)
-    assert sampler.request(sampler.add_request(SamplingParams(seed=named))).seed == named
-    assert torch.equal(generator.get_state(), state)
-
-
-def test_a_request_that_finds_no_slot_draws_none():
-    generator = torch.Generator().manual_seed(7)
-    sampler = Sampler(V, 1, backend="eager", default_generator=generator)
-    sampler.add_request(SamplingParams())
+    sampler = Sampler(V, 2, backend="eager", default_generator=generator)
     state = generator.get_state()
-    with pytest.raises(RuntimeError, match="all 1 slots are taken"):
+    sampler.mode_for(SamplingParams())
+    assert [sampler.request(sampler.add_request(SamplingParams(seed=seed))).seed for seed in (0, -3)] == [0, -3]
+    with pytest.raises(RuntimeError, match="all 2 slots are taken"):
         sampler.add_request(SamplingParams())
     assert torch.equal(generator.get_state(), state)
 
@@ -148,3 +112,62 @@ def test_a_sampler_prints_what_it_was_made_of():
         "Sampler(vocab_size=1000, max_num_requests=4, device='cpu', logits_dtype=torch.bfloat16, backend='eager', "
         "top_p_base='all', num_free_slots=3)"
     )
+
+
+K, TOKENS = 2, 12
+PARAMS = SamplingParams(temperature=0.9, top_p=0.95, seed=3)
+OTHER = SamplingParams(temperature=0.9, seed=4)
+
+
+def logits_at(history: list[int], drafter: bool = False) -> Tensor:
+    """A model: logits ``[1, V]`` that depend on all tokens before."""
+    seed = hash((drafter, *history)) % 2**31
+    return 2.0 * torch.randn(1, V, generator=torch.Generator().manual_seed(seed))
+
+
+def block(sampler: Sampler, slot: int, tokens: list[int], rule: str) -> list[int]:
+    """The tokens of one step: a plain one, or K drafts verified by a rule."""
+    if rule == "sample":
+        return sampler.sample(sampler.plan([slot]), logits_at(tokens), torch.tensor([len(tokens)])).token_ids.tolist()
+    drafts, drafted = [], list(tokens)
+    for j in range(K):
+        position = torch.tensor([len(drafted)])
+        plan, logits = sampler.plan([slot]), logits_at(drafted, drafter=True)
+        drafts.append(sampler.draft(plan, logits, position, coupled=rule == "match", offset=j))
+        drafted.append(int(drafts[-1].token_ids[0]))
+    rows = torch.cat([logits_at(drafted[: len(tokens) + j]) for j in range(K + 1)])
+    out = sampler.verify(sampler.plan([slot], num_drafts=[K]), rows, drafts, torch.tensor([len(tokens)]), rule)
+    return out.token_ids[0, : int(out.num_emitted[0])].tolist()
+
+
+def stream(rule: str, preempted_after: int | None, seed_of_next: int | None = None) -> list[int]:
+    """Tokens of a request that leaves its slot to another after some steps, and comes back in a third."""
+    sampler, tokens, steps = Sampler(V, 3, backend="eager"), list[int](), 0
+    slot = sampler.add_request(PARAMS)
+    while len(tokens) < TOKENS:
+        if steps == preempted_after:
+            params = sampler.request(slot)
+            sampler.remove_request(slot)
+            assert sampler.add_request(OTHER) == slot
+            slot = sampler.add_request(
+                params if seed_of_next is None else SamplingParams(temperature=0.9, top_p=0.95, seed=seed_of_next)
+            )
+            assert slot == 1
+        tokens += block(sampler, slot, tokens, rule)
+        steps += 1
+    return tokens[:TOKENS]
+
+
+@pytest.mark.parametrize("rule", ["sample", "match", "rejection", "block"])
+@pytest.mark.parametrize("steps", [1])
+def test_a_preempted_request_goes_on_with_its_tokens(rule, steps):
+    assert stream(rule, steps) == stream(rule, None)
+
+
+def test_match_with_drafts_and_a_preemption_is_the_plain_stream():
+    assert stream("match", 2) == stream("sample", None)
+
+
+@pytest.mark.parametrize("rule", ["sample", "match", "rejection", "block"])
+def test_another_seed_after_the_preemption_is_noticed(rule):
+    assert stream(rule, 1, seed_of_next=99) != stream(rule, None)

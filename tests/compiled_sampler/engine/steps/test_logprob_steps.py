@@ -164,25 +164,16 @@ def test_consumed_logits_have_the_same_logprobs(asked):
 
 
 def test_batches_without_rows_have_logprobs_without_rows():
-    sampler = Sampler(V, 2, backend="eager")
-    for out, shape in (
-        (sampler.sample(sampler.plan([]), torch.zeros(0, V), torch.arange(0), logprobs=SOME[0]), [0]),
-        (
-            sampler.verify(
-                sampler.plan([], num_drafts=[]),
-                torch.zeros(0, V),
-                torch.zeros(0, 2, dtype=torch.int64),
-                torch.arange(0),
-                logprobs=SOME[0],
-            ),
-            [0, 3],
-        ),
-    ):
-        layout = layout_of_outputs(SOME[0])
-        assert {name for name, each in out.logprobs._asdict().items() if each is not None} == layout.keys()
-        for name, (dtype, tail) in layout.items():
-            each = getattr(out.logprobs, name)
-            assert (each.dtype, [*each.shape]) == (dtype, [*shape, *tail])
+    sampler, none = Sampler(V, 2, backend="eager"), torch.empty(0, dtype=torch.int64)
+    plan, rows = sampler.plan([], num_drafts=[]), torch.zeros(0, V)
+    sampled = sampler.sample(sampler.plan([]), rows, none, logprobs=SOME[0])
+    verified = sampler.verify(plan, rows, none.view(0, 2), none, logprobs=SOME[0])
+    for out, shape in ((sampled, [0]), (verified, [0, 3])):
+        found = {name: each for name, each in out.logprobs._asdict().items() if each is not None}
+        layout = layout_of_outputs(SOME[0]).items()
+        assert {name: (each.dtype, [*each.shape]) for name, each in found.items()} == {
+            name: (dtype, [*shape, *tail]) for name, (dtype, tail) in layout
+        }
 
 
 def test_samplers_of_one_process_do_not_share_ids_or_temperatures():

@@ -1,7 +1,9 @@
 """Logprobs of a sampler are the slow truth's on every path, and change no token."""
 
 import itertools
+import math
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -14,21 +16,25 @@ from compiled_sampler import (
     replay,
 )
 from compiled_sampler.core.reference import kept, row_parameters
-from compiled_sampler.logprobs import LAWS
-from compiled_sampler.modes import RULES
+from compiled_sampler.logprobs import LAWS, LogprobOutputs
+from compiled_sampler.modes import RULES, uncovered
 from tests.builders.edits import (
     BOUNDED_EDITS,
+    FILTERS,
+    Request,
     V,
     edited_rows,
     edited_sampler,
     hard_logits,
+    plain_tokens,
     random_mask,
     random_request,
     unedited,
 )
 from tests.builders.inputs import sample_inputs
-from tests.builders.logprobs import EVERYTHING, bare, differing, rows_of, wrong_fields
+from tests.builders.logprobs import EVERYTHING, bare, close, differing, filters_of, rows_of, wrong_fields
 from tests.builders.sampler import REQUESTS, same
+from tests.oracles import oracle_edits
 from tests.oracles import oracle_logprobs as oracle
 from tests.tiers import tiers
 
@@ -68,28 +74,12 @@ def test_every_mode_that_covers_a_batch_gives_the_same(wanted):
     logits, position = 2.0 * torch.randn(1, V), torch.tensor([3])
     for params in (*REQUESTS.values(), TOP_K_1):
         slot = sampler.add_request(params)
-        first = list(sampler.modes).index(sampler.plan([slot]).mode)
-        made = [
-            sampler.sample(sampler.plan([slot], mode.name), logits, position, logprobs=wanted)
-            for mode in sampler.modes[first:]
-            if mode.name in covering(sampler, slot)
-        ]
+        modes = [mode.name for mode in sampler.modes if uncovered(mode, params) is None]
+        made = [sampler.sample(sampler.plan([slot], name), logits, position, logprobs=wanted) for name in modes]
         assert [differing(each.logprobs, made[0].logprobs) for each in made] == [[]] * len(made)
         rows = (logits[0].tolist(),) * 2
         assert wrong_fields(rows_of(made[0].logprobs, 0), rows, params, wanted, int(made[0].token_ids)) == []
         sampler.remove_request(slot)
-
-
-def covering(sampler: Sampler, slot: int) -> list[str]:
-    """Names of the modes that cover a request."""
-    found = []
-    for mode in sampler.modes:
-        try:
-            sampler.plan([slot], mode.name)
-        except ValueError:
-            continue
-        found.append(mode.name)
-    return found
 
 
 def drafted(source: random.Random, requests, sampler: Sampler):
@@ -195,3 +185,67 @@ def test_logits_without_edits_are_copied_as_they_are(backend):
     assert torch.equal(made, logits[:, :V].float())
     plan = sampler.plan([], num_drafts=[])
     assert sampler.edited_logits(plan, logits[:0], torch.arange(0)).shape == (0, V)
+
+
+MARKED_ROWS, GIVEN = 16, (0, 31, 64, 90, 128)
+ASKED = [None, *(Logprobs(of=of, token_ids=GIVEN, num_kept=True) for of in LAWS)]
+
+
+def marked_request(source: random.Random) -> Request:
+    """A request whose parameters are each off or any; one of three has a watermark."""
+    request = random_request(source, V)
+    return request._replace(given={**request.given, "watermark_tokens": source.choice([0, 0, source.randrange(1, 9)])})
+
+
+def noise_positions(requests: list[Request]) -> torch.Tensor:
+    """What keys the noise of each row: its position, or a hash of the text before it."""
+    of_rows = [(each.position, [*each.prompt, *each.output], each.given["watermark_tokens"]) for each in requests]
+    return torch.tensor([oracle_edits.noise_position(*each) for each in of_rows])
+
+
+def wrong_numbers(found: LogprobOutputs, law: dict[int, float], token: int, num_kept: int) -> list[str]:
+    """What of a row is not the oracle's: logprobs of its token and of ``GIVEN``, and how many tokens are kept."""
+    ids, logprobs = (token, *GIVEN), (float(found.token), *found.given.tolist())
+    pairs = [(each, law.get(token_id, -math.inf)) for token_id, each in zip(ids, logprobs, strict=True)]
+    apart = [f"{each} instead of {wanted}" for each, wanted in pairs if not close(each, wanted)]
+    return apart if int(found.num_kept) == num_kept else [*apart, f"{found.num_kept} instead of {num_kept} kept"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "rounds"),
+    tiers([("eager", 32), ("reference", 1)], [("eager", 63)]),
+)
+def test_random_requests_have_the_logprobs_of_float64(backend, rounds):
+    """Of up to 63 batches of 16: each law within 2e-6, and below -8 within 2.5e-7 of itself.
+
+    Tokens and status are those of the slow truth, whatever is asked for.
+    """
+    source, sampler, seen = random.Random(23), edited_sampler(backend, MARKED_ROWS), Counter[str]()
+    plain = Sampler(V, MARKED_ROWS, backend="eager")
+    for _ in range(rounds):
+        requests = [marked_request(source) for _ in range(MARKED_ROWS)]
+        slots = [each.added(sampler) for each in requests]
+        plan, positions = sampler.plan(slots), torch.tensor([each.position for each in requests])
+        logits, mask = (
+            hard_logits(source, MARKED_ROWS),
+            random_mask(source, MARKED_ROWS, V) if source.random() < 0.4 else None,
+        )
+        edited = edited_rows(logits, requests, mask)
+        tokens, status = plain_tokens(plain, requests, edited, noise_positions(requests))
+        made = {each: sampler.sample(plan, logits, positions, token_bitmask=mask, logprobs=each) for each in ASKED}
+        for asked, out in made.items():
+            assert (out.token_ids.tolist(), out.status.tolist()) == (tokens, status), asked
+        for row, (request, raw, x) in enumerate(zip(requests, logits.tolist(), edited.tolist(), strict=True)):
+            filters = filters_of(unedited(request))
+            num_kept = len(oracle.kept(x, filters)) or -1
+            for asked in ASKED[1:]:
+                law = oracle.law(asked.of, raw, x, filters)
+                found = rows_of(made[asked].logprobs, row)
+                assert wrong_numbers(found, law, tokens[row], num_kept) == [], (asked.of, request)
+                seen.update(f"{asked.of} below -8" for each in GIVEN if law.get(each, 0.0) < -8.0)
+                seen[asked.of] += tokens[row] >= 0
+            seen.update(name for name in (*FILTERS, "watermark") if name in request.params.edits)
+        for slot in slots:
+            sampler.remove_request(slot)
+    everything = {*LAWS, *(f"{of} below -8" for of in LAWS), *FILTERS, "watermark"}
+    assert rounds == 1 or all(seen[name] > 30 for name in everything), seen

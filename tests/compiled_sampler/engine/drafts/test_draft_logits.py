@@ -1,4 +1,4 @@
-"""Draft logits that the drafter filtered itself: their softmax is the law of the drafts, nothing is applied twice."""
+"""Draft logits of 16 bits, and those that the drafter filtered itself: their softmax is the law of the drafts."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from tests.builders.sampler import held, replay_recordings, same, shared_sampler
 from tests.tiers import tiers
 
 V, K = 129, 3
-RULES = ("rejection", "block")
+RULES, NARROW = ("rejection", "block"), (torch.bfloat16, torch.float16)
 PARAMS = [
     {},
     {"temperature": 0.5, "top_k": 20, "top_p": 0.9},
@@ -126,17 +126,6 @@ def test_a_request_without_filters_has_the_same_outcome_either_way(rule):
     assert torch.equal(found.token_ids[rows], wanted.token_ids[rows])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_processed_logits_of_16_bits_are_judged_as_their_values(dtype):
-    sampler, (target, tokens, drafted) = sampler_of("eager"), tensors()
-    for rule in RULES:
-        narrow, wide = (
-            verified(sampler, rule, (target, tokens, each), **PROCESSED)
-            for each in (drafted.to(dtype), drafted.to(dtype).float())
-        )
-        assert same(narrow, wide)
-
-
 def test_what_cannot_be_processed_is_refused():
     sampler, (target, tokens, drafted) = sampler_of("eager"), tensors()
     plan, positions = sampler.plan(range(N), "full", COUNTS), torch.arange(N)
@@ -157,3 +146,43 @@ def test_what_cannot_be_processed_is_refused():
             sampler.verify(plan, target, drafts, positions, rule, **options)
     with pytest.raises(ValueError, match="rule 'match' never looks"):
         Verification("match", K, "processed")
+
+
+@pytest.mark.parametrize(("rule", "dtype"), [*zip(RULES, NARROW, strict=True)])
+def test_drafts_of_16_bits_are_judged_as_their_values_in_float32(rule, dtype):
+    sampler = sampler_of("eager")
+    plan, positions = sampler.plan(range(N), num_drafts=[K] * N), torch.arange(N)
+    target = 3.0 * torch.randn(N, K + 1, V)
+    drafted = (target[:, :K] + 0.5 * torch.randn(N, K, V)).to(dtype).transpose(0, 1)
+    logits = target.flatten(0, 1)
+    results = []
+    for rows in (drafted, drafted.float()):
+        handles = [sampler.draft(plan, rows[j], positions + j, coupled=False, offset=j) for j in range(K)]
+        assert [handle.logits.dtype for handle in handles] == [rows.dtype] * K  # a cache no larger than its logits
+        tokens = torch.stack([handle.token_ids for handle in handles], 1)
+        flat = rows.transpose(0, 1).flatten(0, 1)
+        results.append(sampler.verify(plan, logits, handles, positions, rule))
+        results.append(sampler.verify(plan, logits, tokens, positions, rule, draft_logits=flat))
+    assert all(same(result, results[0]) for result in results)
+    others = flat.float() + 0.3 * torch.randn(flat.shape)
+    assert not same(sampler.verify(plan, logits, tokens, positions, rule, draft_logits=others), results[0])
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_coupled_drafts_of_16_bits_are_those_of_their_values(dtype):
+    sampler = sampler_of("eager")
+    plan, positions, rows = sampler.plan(range(N)), torch.arange(N), (3.0 * torch.randn(N, V)).to(dtype)
+    narrow, wide = (sampler.draft(plan, each, positions) for each in (rows, rows.float()))
+    assert torch.equal(narrow.token_ids, wide.token_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_would_be_rounded_is_refused(dtype):
+    sampler = Sampler(V, 1, logits_dtype=torch.bfloat16, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams())], num_drafts=[1])
+    rows, logits = torch.zeros(1, V, dtype=dtype), torch.zeros(2, V, dtype=torch.bfloat16)
+    drafts, positions = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(TypeError, match=r"draft_logits must be torch\.bfloat16"):
+        sampler.draft(plan, rows, positions)
+    with pytest.raises(TypeError, match=r"draft_logits must be torch\.bfloat16"):
+        sampler.verify(plan, logits, drafts, positions, "block", draft_logits=rows)

@@ -1,4 +1,4 @@
-"""A sampler that replays and one that does not draw the same through any sequence of calls."""
+"""Steps that replay: the tokens of eager torch in any sequence of calls."""
 
 import dataclasses
 import random
@@ -10,8 +10,9 @@ import torch
 
 from compiled_sampler import Sampler, SamplingParams, Verification
 from tests.builders.sampler import replay_recordings, same
+from tests.tiers import tiers
 
-V, S, K, MOST = 40, 12, 2, 8
+V, R, S, K, MOST = 300, 5, 12, 3, 8
 RULES = "match", "rejection"
 
 
@@ -83,9 +84,8 @@ class Twins:
         return same(*map(made, self.pair))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", tiers([0], range(3)))
 def test_a_sequence_of_calls(seed: int) -> None:
-    """Where captures come between."""
     twins = Twins(seed)
     for _ in range(400):
         twins.churn()

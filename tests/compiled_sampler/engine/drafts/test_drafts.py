@@ -1,6 +1,6 @@
 """Drafts like one that was checked run without a check: the same tokens, and still every wrong argument is refused."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -58,46 +58,6 @@ def test_drafts_in_any_order_are_what_a_new_sampler_drafts(sampler):
                 assert found.is_coupled == coupled
 
 
-def test_what_was_asked_before_is_not_checked_again(sampler, monkeypatch):
-    logits, where = torch.randn(N, V), torch.arange(N)
-    for coupled, offset in ((False, 0), (False, 1), (True, 0)):
-        drafted(sampler, [0, 1, 2, 3], logits, where, coupled, offset)
-    monkeypatch.setattr("compiled_sampler.engine.sampler.check_logits", lambda *_: 1 / 0)
-    for coupled, offset in ((False, 0), (False, 1), (True, 0)):
-        drafted(sampler, [3, 2, 1, 0], logits[:], where.view(N), coupled, offset)
-    for coupled, offset, rows in ((False, 2, logits), (True, 1, logits), (False, 0, logits.clone())):
-        with pytest.raises(ZeroDivisionError):
-            drafted(sampler, [0, 1, 2, 3], rows, where, coupled, offset)
-
-
-WRONG: dict[str, tuple[Callable[[Tensor, Tensor], tuple[object, object, object, object]], type[Exception]]] = {
-    "fewer rows": (lambda x, p: (x[:2], p, False, 0), ValueError),
-    "narrow rows": (lambda x, p: (x[:, :-1], p, False, 0), ValueError),
-    "logits of another dtype": (lambda x, p: (x.view(torch.int32), p, False, 0), TypeError),
-    "no logits": (lambda x, p: (None, p, False, 0), TypeError),
-    "fewer positions": (lambda x, p: (x, p[:2], False, 0), ValueError),
-    "a list of positions": (lambda x, p: (x, p.tolist(), False, 0), TypeError),
-    "no bool": (lambda x, p: (x, p, 0, 0), TypeError),
-    "an offset beyond all drafts": (lambda x, p: (x, p, False, 64), ValueError),
-    "an offset of floats": (lambda x, p: (x, p, False, 0.0), TypeError),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_argument_is_refused_after_right_ones_and_ends_no_draft(sampler, wrong):
-    logits, target, where = torch.randn(N, V), torch.randn(N * 2, V), torch.arange(N)
-    plan = sampler.plan([0, 1, 2, 3], "full", num_drafts=[1] * N)
-    handles = [sampler.draft(plan, logits, where, coupled=False)]
-    change, error = WRONG[wrong]
-    for _ in range(2):
-        with pytest.raises(error, match="must"):
-            sampler.draft(plan, *change(logits, where))  # type: ignore[arg-type]
-    found = sampler.verify(plan, target, handles, where, "rejection")  # the cache holds the draft still
-    fresh = sampler_of("eager")
-    own = fresh.plan([0, 1, 2, 3], "full", num_drafts=[1] * N)
-    assert same(found, fresh.verify(own, target, [fresh.draft(own, logits, where, coupled=False)], where, "rejection"))
-
-
 def test_masks_and_slots_of_an_engine_are_told_apart(sampler):
     logits, where, buffer = torch.randn(N, V), torch.arange(N), torch.tensor([3, 1, 0, 2])
     masks = torch.zeros(N, -(-V // 32), dtype=torch.int32)
@@ -113,18 +73,6 @@ def test_masks_and_slots_of_an_engine_are_told_apart(sampler):
             assert found == wanted
             assert given is None or found == [1] * N
         buffer.copy_(buffer.flip(0))
-
-
-def test_handles_verified_again_and_after_others_keep_their_tokens(sampler):
-    logits, target, where = torch.randn(N, V), torch.randn(N * 2, V), torch.arange(N)
-    plan = sampler.plan([0, 1, 2, 3], "full", num_drafts=[1] * N)
-    first = sampler.draft(plan, logits, where)
-    second = sampler.draft(plan, -logits, where + 5)
-    tokens = [each.token_ids.clone() for each in (first, second)]
-    found = [sampler.verify(plan, target, [each], where) for each in (first, second, first, second)]
-    assert same(found[0], found[2])
-    assert same(found[1], found[3])
-    assert all(map(torch.equal, tokens, [first.token_ids, second.token_ids]))
 
 
 @pytest.mark.parametrize("backend", ["eager", "graph"])
@@ -155,13 +103,3 @@ def test_plans_whose_counts_are_buffers_draft_too(sampler, field, monkeypatch):
         assert same(sampler.draft(plan, logits, where, True).drawn, wanted[0])
         assert same(sampler.draft(plan, logits, where, False).drawn, wanted[1])
         monkeypatch.setattr("compiled_sampler.engine.sampler.check_logits", lambda *_: 1 / 0)  # not asked again
-
-
-def test_each_buffer_of_slots_is_read(sampler):
-    logits, where, plan = torch.randn(2, V), torch.arange(2), sampler.plan([0, 1], "full")
-    buffers = [torch.tensor(slots) for slots in ([3, 1], [0, 2], [1, 0])]
-    buffers.insert(1, torch.tensor([2, 3], dtype=torch.int32))
-    for repeat in range(4):
-        for buffer in buffers[: 1 if repeat < 2 else None]:
-            found, fresh = sampler.draft(replace(plan, slot_ids=buffer), logits, where), sampler_of("eager")
-            assert same(found.drawn, fresh.draft(fresh.plan(buffer.tolist(), "full"), logits, where).drawn)
