@@ -110,6 +110,9 @@ def test_a_sequence_of_calls(seed: int, monkeypatch: pytest.MonkeyPatch) -> None
     assert twins.pair[0].statistics().replays > 200
 
 
+# Tensors that come back.
+
+
 PARAMS = [
     SamplingParams(seed=1, temperature=0.0),
     SamplingParams(seed=2, top_k=20, top_p=0.9),
