@@ -128,6 +128,9 @@ def test_a_width_of_numpy_is_stored_as_an_int():
     assert type(Verification("block", np.int64(3)).width) is int
 
 
+# Tensors of a call.
+
+
 @pytest.fixture(scope="module")
 def engine() -> SimpleNamespace:
     """A sampler with a plan of three rows, their inputs and what they draw."""

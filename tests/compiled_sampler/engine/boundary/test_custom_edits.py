@@ -290,6 +290,9 @@ def test_on_an_unknown_torch_an_edit_is_tried_without_private_parts(monkeypatch)
         sampler_of(declared(edit=lambda self, x, ids, rows: x > 0))
 
 
+# State by slot.
+
+
 def with_state(state, **declarations):
     """A sampler whose edit declares a state."""
     return sampler_of(declared(state=lambda self, vocab_size: state, **declarations))

@@ -1,4 +1,4 @@
-"""Results of a caller that torch would refuse to write are refused before anything runs, and stay as they were."""
+"""Results of a caller that cannot be written, or share memory, are refused before anything runs, and stay."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -75,6 +75,9 @@ def test_results_without_finished_are_refused_in_a_batch_with_edits():
         sampler.sample(plan, logits, positions, out)
     full = out._replace(finished=torch.empty(1, dtype=torch.bool))
     assert same(sampler.sample(plan, logits, positions, full), sampler.sample(plan, logits, positions))
+
+
+# Memory that fields share.
 
 
 @pytest.fixture

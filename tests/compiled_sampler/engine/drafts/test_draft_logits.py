@@ -148,6 +148,9 @@ def test_what_cannot_be_processed_is_refused():
         Verification("match", K, "processed")
 
 
+# Of 16 bits, in a sampler whose target is float32.
+
+
 @pytest.mark.parametrize(("rule", "dtype"), [*zip(RULES, NARROW, strict=True)])
 def test_drafts_of_16_bits_are_judged_as_their_values_in_float32(rule, dtype):
     sampler = sampler_of("eager")

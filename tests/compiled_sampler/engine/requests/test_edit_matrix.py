@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.edits import EDIT_SPECS
@@ -111,10 +112,10 @@ def raw(dtype: torch.dtype) -> Given:
     return Given(logits.to(dtype), (logits[JUDGING] + other).to(dtype), drafts, positions, {})
 
 
-def of_edits(edit: str) -> dict[str, Any]:
+def of_edits(edit: str, rows: int = ROWS) -> dict[str, Any]:
     if edit == "token_bitmask":
-        return {"token_bitmask": random_mask(random.Random(1), ROWS, V)}
-    return {"edit_inputs": random_inputs(ROWS, 2)} if edit in custom_edits.EDITS else {}
+        return {"token_bitmask": random_mask(random.Random(1), rows, V)}
+    return {"edit_inputs": random_inputs(rows, 2)} if edit in custom_edits.EDITS else {}
 
 
 @functools.cache
@@ -281,6 +282,9 @@ def test_the_cells_differ():
     assert first != second
 
 
+# Compiled for one row.
+
+
 PROMPT_OF_ONE, OUTPUT_OF_ONE = [3, 10, 4, 4, 12, 3, 10], [4, 4, 12, 8, 3, 10, 4]
 STEPS, TOGETHER = 3, "all together"
 ALL_EDITS = {key: value for each in OF_EDIT.values() for key, value in each.items()}
@@ -311,8 +315,7 @@ def outcomes_of_one(sampler: Sampler, request: Request, edit: str) -> dict[str, 
 
     for step in range(STEPS):
         logits, where = there(2.0 * torch.randn(1, V, generator=generator), torch.tensor([request.position + step]))
-        read = {name: each.to(sampler.device) for name, each in row_of_call(edit).items()}
-        given = {"edit_inputs": read} if edit in custom_edits.EDITS else read
+        given = tree_map_only(Tensor, lambda each: each.to(sampler.device), of_edits(edit, 1))
         if edit not in custom_edits.EDITS:
             made[f"logits {step}"] = sampler.edited_logits(plan, logits, where, **given).tolist()
         if edit == TOGETHER:
@@ -327,14 +330,6 @@ def outcomes_of_one(sampler: Sampler, request: Request, edit: str) -> dict[str, 
         made[rule] = [each.tolist() for each in verified if each is not None]
     sampler.remove_request(slot)
     return made
-
-
-def row_of_call(edit: str) -> dict[str, Tensor]:
-    """What the edit reads of a call, of one row."""
-    if edit == "token_bitmask":
-        return {edit: random_mask(random.Random(1), 1, V)}
-    names = custom_edits.EDITS[edit].inputs if edit in custom_edits.EDITS else ()
-    return {name: each for name, each in random_inputs(1, 2).items() if name in names}
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

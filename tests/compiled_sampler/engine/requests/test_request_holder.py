@@ -1,4 +1,4 @@
-"""Between steps: free slots, the mode of requests that are not held, seeds from a generator, and what is printed."""
+"""Requests between steps: free slots, modes, seeds from a generator, and streams that go on after a preemption."""
 
 import pytest
 import torch
@@ -112,6 +112,9 @@ def test_a_sampler_prints_what_it_was_made_of():
         "Sampler(vocab_size=1000, max_num_requests=4, device='cpu', logits_dtype=torch.bfloat16, backend='eager', "
         "top_p_base='all', num_free_slots=3)"
     )
+
+
+# Requests that are preempted, and resume in another slot.
 
 
 K, TOKENS = 2, 12

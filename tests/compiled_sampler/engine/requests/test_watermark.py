@@ -1,4 +1,4 @@
-"""A watermark keys the noise by the text: the slow truth draws so too, drafts keep it, and only the key finds it."""
+"""A watermark keys the noise by the text: the slow truth draws so too, and only the key finds it."""
 
 import random
 

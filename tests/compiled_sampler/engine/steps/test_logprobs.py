@@ -187,6 +187,9 @@ def test_logits_without_edits_are_copied_as_they_are(backend):
     assert sampler.edited_logits(plan, logits[:0], torch.arange(0)).shape == (0, V)
 
 
+# With filters of whole rows and watermarks.
+
+
 MARKED_ROWS, GIVEN = 16, (0, 31, 64, 90, 128)
 ASKED = [None, *(Logprobs(of=of, token_ids=GIVEN, num_kept=True) for of in LAWS)]
 
