@@ -89,13 +89,13 @@ def differing(
         top_p=torch.ones(count, dtype=torch.float64),
         min_p_log2=torch.where(row % 4 == 3, -3.0, -torch.inf),
     )
-    wanted, magnitudes = race_top_k(masked, rows, vocab_size=vocab_size)
+    wanted, nan_bits = race_top_k(masked, rows, vocab_size=vocab_size)
     words = packed(visible.roll(1, 0) if is_control else visible)
     won, seen_nan, search = raced(logits, words, rows, vocab_size, launch, device)
     _, _, of_copy = raced(masked, None, rows, vocab_size, launch, device)
     best, is_live = wanted[:, 0], rows.live
     found = {"winners": torch.where((best >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != best)}
-    found["nan"] = (seen_nan > POSITIVE_INFINITY_KEY) != (magnitudes[:, 0] > POSITIVE_INFINITY_KEY)
+    found["nan"] = (seen_nan > POSITIVE_INFINITY_KEY) != (nan_bits[:, 0] > POSITIVE_INFINITY_KEY)
     is_searched = is_live & (top_k < vocab_size)
     for name, fields in COMPARED.items():
         found[name] = (search[name] != of_copy[name])[:, fields].any(-1) & is_searched
@@ -111,9 +111,9 @@ def raced(
     given = [each.to(device) for each in (logits, *parameters)], [each.to(device) for each in rows.keys]
     masks = None if words is None else words.to(device)
     with kept_searches(**LAUNCHES[launch]) as kept:
-        winners, magnitudes = operators.race_top_k(*given[0], given[1], masks, vocab_size)
+        winners, nan_bits = operators.race_top_k(*given[0], given[1], masks, vocab_size)
     search = {name: getattr(kept[0], name).cpu() for name in COMPARED}
-    return winners[:, 0].cpu(), magnitudes[:, 0].cpu(), search
+    return winners[:, 0].cpu(), nan_bits[:, 0].cpu(), search
 
 
 def differing_under_top_p(vocab_size: int, device: str, *, is_control: bool = False) -> dict[str, list[int]]:
@@ -131,7 +131,7 @@ def differing_under_top_p(vocab_size: int, device: str, *, is_control: bool = Fa
             winners, _ = won_in_full(*there, vocab_size, there[0].known.beyond_candidates)
         search = {name: getattr(kept[0], name).cpu()[:, list(fields)] for name, fields in UNDER_TOP_P.items()}
         found.append({"winners": winners.cpu(), **search})
-    differ = {name: (each != found[1][name]).any(-1) & race.known.is_unknown for name, each in found[0].items()}
+    differ = {name: (each != found[1][name]).any(-1) & race.known.is_open for name, each in found[0].items()}
     return {name: each.nonzero().flatten().tolist() for name, each in differ.items()}
 
 
