@@ -16,7 +16,7 @@ drafts of a request at most, S slots, V tokens, B blocks of a row, C candidates:
     row_ids           int64 [n], which rows of the logits are read; None for all
     keys              int32, order keys or score keys; of a block its largest
     packed, ordered   int64, (order key, id) in one number; ordered is descending
-    magnitudes        int32, nan_bits of the parts of a row
+    nan_bits          int32, above POSITIVE_INFINITY_KEY where a part of a row holds a NaN
     block, slices     tokens of a block, and the slices that it is reduced in
     by_bits           reduce bits of floats instead of keys: fewer instructions, where arithmetic keeps denormals
     by_key            compare by keys, which denormal modes do not change, instead of by logits

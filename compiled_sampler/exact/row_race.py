@@ -23,8 +23,8 @@ from compiled_sampler.core.order import Last, indices, key_float, last_of, pack,
 from compiled_sampler.core.rows import RowParams, expand_to, take
 from compiled_sampler.core.score import admitted_key
 from compiled_sampler.exact.threshold import (
+    FlaggedRows,
     Threshold,
-    WeighedRows,
     block_masses,
     has_triton_twin,
     keep_all_threshold,
@@ -33,7 +33,7 @@ from compiled_sampler.exact.threshold import (
     triton_operator,
 )
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, logit_blocks, logits_of_rows, values_of, words_of
-from compiled_sampler.passes.maxima import largest_key, largest_magnitude, nan_bits
+from compiled_sampler.passes.maxima import largest_key, nan_bits_of, row_nan_bits
 from compiled_sampler.passes.race import tokens_from_packed
 
 
@@ -47,8 +47,8 @@ class MassBefore(NamedTuple):
 
 
 def last_without_search(known: Threshold) -> Last:
-    """The last token ``[R]`` that may be kept by what is known without a search; pending rows keep all tokens."""
-    return last_of(torch.where(known.is_unknown, KEEP_ALL, known.packed), by_key=True)
+    """The last token ``[R]`` that may be kept by what is known without a search; open rows keep all tokens."""
+    return last_of(torch.where(known.is_open, KEEP_ALL, known.packed), by_key=True)
 
 
 def mass_before_winner(
@@ -70,7 +70,7 @@ def recheck_winners(
     vocab_size: int,
     base_is_row: bool,
 ) -> Threshold:
-    """Thresholds ``[R]`` after a race up to ``last_without_search``; rows whose winner may be dropped stay unknown."""
+    """Thresholds ``[R]`` after a race up to ``last_without_search``; rows whose winner may be dropped stay open."""
     # Where the base of top-p is the mass after a top-k beyond the candidates, the mass of the candidates, which is
     # smaller, stands in for it.
     base = known.row_mass
@@ -79,8 +79,8 @@ def recheck_winners(
         on_row = measured_on_row(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base_is_row)
         base = torch.where(on_row, base, mass)
     kept = (before.counts.sum(-1) < rows.top_k) & (before.masses.sum(-1) < mass_cut(rows.top_p, base))
-    packed = torch.where(known.is_unknown, KEEP_ALL, known.packed)
-    return Threshold(packed, known.is_unknown & ~kept, known.beyond_candidates, known.row_mass)
+    packed = torch.where(known.is_open, KEEP_ALL, known.packed)
+    return Threshold(packed, known.is_open & ~kept, known.beyond_candidates, known.row_mass)
 
 
 NO_WINNER = KEEP_ALL
@@ -107,10 +107,10 @@ def race_rows(
     return _raced(logits, races, rows, row_max, None, vocab_size)
 
 
-def race_and_weigh(logits: AnyLogits, weighed: WeighedRows, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
+def race_and_weigh(logits: AnyLogits, flagged: FlaggedRows, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """Parts of every row's mass, and ``race_rows`` of the rows that certainly race, in one pass over the logits."""
     # Returns masses, int64 [R, n], and winners, int64 [R, m].
-    rows, row_max, exceeds_candidates = weighed
+    rows, row_max, exceeds_candidates = flagged
     x = values_of(logits)
     if has_triton_twin(x):
         operator, words = triton_operator("race_rows"), words_of(logits, vocab_size)
@@ -142,7 +142,7 @@ def race_beyond_candidates(
     # raced, int64 [R, n], are the winners of rows that raced before; read on CUDA only.
     x = values_of(logits)
     if has_triton_twin(x):
-        which = (known.packed, known.is_unknown, known.beyond_candidates, known.row_mass)
+        which = (known.packed, known.is_open, known.beyond_candidates, known.row_mass)
         parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
         winners: Tensor = triton_operator("race_beyond_candidates")(
             x, *which, *parameters, raced, words_of(logits, vocab_size), vocab_size, base_is_row
@@ -175,22 +175,22 @@ def race_top_k(logits: AnyLogits, rows: RowParams, *, vocab_size: int) -> tuple[
     if has_triton_twin(x):
         parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
         operator, words = triton_operator("race_top_k"), words_of(logits, vocab_size)
-        winners, magnitudes = operator(x, *parameters, words, vocab_size)
-        return winners, magnitudes
+        winners, nan_bits = operator(x, *parameters, words, vocab_size)
+        return winners, nan_bits
     x = all_logits(logits, vocab_size)
     known = keep_all_threshold(rows, rows.live & (rows.top_k < vocab_size), rows.live)
     row_max = key_float(largest_key(x))
     threshold = search_threshold(x, known, row_max, rows, vocab_size=vocab_size, base_is_row=False)
-    return _raced(x, known.beyond_candidates, rows, row_max, threshold, vocab_size), nan_bits(x)[:, None]
+    return _raced(x, known.beyond_candidates, rows, row_max, threshold, vocab_size), nan_bits_of(x)[:, None]
 
 
-def draw_from_winners(winners: Tensor, magnitudes: Tensor, idle: Tensor) -> SampleOutputs:
+def draw_from_winners(winners: Tensor, nan_bits: Tensor, idle: Tensor) -> SampleOutputs:
     """Tokens and status ``[R]`` from the winners of races, int64 ``[R, 1]``, and ``nan_bits``, int32 ``[R, 1]``."""
-    return tokens_from_packed(winners[:, 0], magnitudes[:, 0], idle)
+    return tokens_from_packed(winners[:, 0], nan_bits[:, 0], idle)
 
 
 def draw_from_candidates_and_winners(
-    ordered: Tensor, winners: Tensor, magnitudes: Tensor, rows: RowParams, row_max: Tensor, known: Threshold
+    ordered: Tensor, winners: Tensor, nan_bits: Tensor, rows: RowParams, row_max: Tensor, known: Threshold
 ) -> SampleOutputs:
     """Tokens and status ``[R]``: the winner among the kept candidates or, in rows that raced, that race's winner."""
     # winners: int64 [R, n], n at most C.
@@ -198,4 +198,4 @@ def draw_from_candidates_and_winners(
     key = admitted_key(key_float(packed_key(ordered)), ids, rows, row_max, last_of(known.packed, by_key=False))
     raced = F.pad(winners, (0, ordered.shape[1] - winners.shape[1]), value=NO_WINNER)
     best = torch.where(known.beyond_candidates[:, None], raced, pack(key, ids)).amax(-1)
-    return tokens_from_packed(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.idle)
+    return tokens_from_packed(best, row_nan_bits(nan_bits, ordered.shape[1]), rows.idle)

@@ -36,8 +36,8 @@ from compiled_sampler.passes.maxima import kept_in_kernel, rows_of_blocks
 _ENOUGH = 4096  # on the CPU, tokens within which most filters end; for the other rows all tokens are sorted
 
 
-class WeighedRows(NamedTuple):
-    """Parameters of rows, and the facts that follow from block maxima alone, before candidates are known."""
+class FlaggedRows(NamedTuple):
+    """Parameters of rows, their largest logits, and which of them block maxima alone show to exceed the candidates."""
 
     rows: RowParams
     """Parameters ``[R]``."""
@@ -52,8 +52,8 @@ class Threshold(NamedTuple):
 
     packed: Tensor
     """int64 ``[R]``, the packed (order key, id) of that token."""
-    is_unknown: Tensor
-    """bool ``[R]``, true if a search has yet to find it."""
+    is_open: Tensor
+    """bool ``[R]``, true if it is not known yet: a draw or a search has to close the row."""
     beyond_candidates: Tensor
     """bool ``[R]``, true if tokens beyond the first C of the order may be kept."""
     row_mass: Tensor
@@ -93,14 +93,16 @@ def measured_on_row(top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_ro
     return (top_k >= vocab_size) | (top_p >= 1.0) | base_is_row
 
 
-def bound_row_mass(keys: Tensor, row_slots: RowSlots, *, vocab_size: int, capacity: int, stream: int) -> WeighedRows:
+def flag_exceeding_rows(
+    keys: Tensor, row_slots: RowSlots, *, vocab_size: int, capacity: int, stream: int
+) -> FlaggedRows:
     """Parameters and largest logit of each row, and the rows that certainly keep more tokens than the candidates."""
     # A block weighs at least as much as its first token, and no token weighs more than 2**MASS_BITS: if the cut of
     # top-p on the sum of these lower bounds exceeds C times that weight, C tokens cannot reach it.
     rows, row_max = rows_of_blocks(keys, row_slots, stream=stream)
     least = exp2_mass(scaled_logits(key_float(keys), row_max[:, None], rows.scale[:, None])).sum(-1)
     alone = rows.live & (rows.top_k >= max(vocab_size, capacity + 1)) & (rows.min_p_log2 == float("-inf"))
-    return WeighedRows(rows, row_max, alone & (mass_cut(rows.top_p, least) > capacity << MASS_BITS))
+    return FlaggedRows(rows, row_max, alone & (mass_cut(rows.top_p, least) > capacity << MASS_BITS))
 
 
 def row_masses(masses: Tensor) -> Tensor:
@@ -130,21 +132,21 @@ def threshold_without_candidates(
     return rows, row_max, keep_all_threshold(rows, rows.live & (rows.top_k < vocab_size), rows.live)
 
 
-def keep_all_threshold(rows: RowParams, is_unknown: Tensor, beyond_candidates: Tensor) -> Threshold:
-    """Thresholds ``[R]`` that every token reaches until the unknown ones are searched, which does not read the mass."""
+def keep_all_threshold(rows: RowParams, is_open: Tensor, beyond_candidates: Tensor) -> Threshold:
+    """Thresholds ``[R]`` that every token reaches until the open ones are searched, which does not read the mass."""
     return Threshold(
-        kept_in_kernel(rows.live, KEEP_ALL, 0), is_unknown, beyond_candidates, kept_in_kernel(rows.live, 1, 0)
+        kept_in_kernel(rows.live, KEEP_ALL, 0), is_open, beyond_candidates, kept_in_kernel(rows.live, 1, 0)
     )
 
 
 def search_threshold(
     logits: Tensor, known: Threshold, row_max: Tensor, rows: RowParams, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
-    """The threshold of every row, int64 ``[R]`` packed (order key, id), with the pending rows searched."""
+    """The threshold of every row, int64 ``[R]`` packed (order key, id), with the open rows searched."""
     if not has_triton_twin(logits):
         keys = order_keys(logits, vocab_size=vocab_size)
         return search_threshold_on_cpu(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
-    arguments = (logits, known.packed, known.is_unknown, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
+    arguments = (logits, known.packed, known.is_open, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
     threshold: Tensor = triton_operator("search_threshold")(*arguments, vocab_size, base_is_row)
     return threshold
 
@@ -176,7 +178,7 @@ def search_threshold_on_cpu(
     keys: Tensor, known: Threshold, rows: RowParams, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
     """``search_threshold`` on the CPU: int64 ``[R]``."""
-    which, parameters = (known.packed, known.is_unknown, known.row_mass), (rows.scale, rows.top_k, rows.top_p)
+    which, parameters = (known.packed, known.is_open, known.row_mass), (rows.scale, rows.top_k, rows.top_p)
     threshold: Tensor = _cpu_search(keys, *which, *parameters, vocab_size, base_is_row)
     return threshold
 
@@ -185,7 +187,7 @@ def search_threshold_on_cpu(
 def _cpu_search(
     keys: Tensor,
     packed: Tensor,
-    is_unknown: Tensor,
+    is_open: Tensor,
     row_mass: Tensor,
     scale: Tensor,
     top_k: Tensor,
@@ -193,8 +195,8 @@ def _cpu_search(
     vocab_size: int,
     base_is_row: bool,
 ) -> Tensor:
-    """The thresholds ``[R]`` after a search of the pending rows, in the first ``_ENOUGH`` tokens, then in all."""
-    index = is_unknown.nonzero().flatten()
+    """The thresholds ``[R]`` after a search of the open rows, in the first ``_ENOUGH`` tokens, then in all."""
+    index = is_open.nonzero().flatten()
     for count in (min(_ENOUGH, vocab_size), vocab_size):
         asked = keys[index]
         places = number(largest(asked, count))  # numbered by place: the filters need no token ids

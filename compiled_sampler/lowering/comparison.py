@@ -155,7 +155,7 @@ def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: b
 def difference(found: Any, wanted: Any) -> str:
     """How nested tuples of tensors differ; empty where they are equal, bit for bit, but for the payloads of NaNs.
 
-    Stages hand on the bits of the largest magnitude of a row as an int32, so that NaNs count as equal there too.
+    Stages hand on ``nan_bits``, the bits of a float, as an int32, so that NaNs count as equal there too.
     """
     pairs = tree_leaves(found), tree_leaves(wanted)
     if len(pairs[0]) != len(pairs[1]):

@@ -62,7 +62,7 @@ class Leaders(NamedTuple):
 
     best: Tensor
     """int64 ``[R]``, the best packed (score key, id) in the blocks with the largest bounds."""
-    magnitude: Tensor
+    nan_bits: Tensor
     """int32 ``[R]``, the ``nan_bits`` of the row."""
     needs_race: Tensor
     """bool ``[R]``, true if another block may hold the winner, so that the whole row must race."""
@@ -100,11 +100,11 @@ def race_leaders(logits: AnyLogits, bounds: Bounds, rows: RowParams, *, vocab_si
     ids = ids.to(torch.int32)
     best = pack(admitted_key(x, ids, rows, row_max, None), ids).amax(-1)
     best_key, others = packed_key(best).clamp(max=POSITIVE_INFINITY_KEY), packed_key(rest)
-    magnitude = packed_key(leaders[0])[:, 0]
+    nan_bits = packed_key(leaders[0])[:, 0]
     # a greedy row's bounds are scores, and of equal ones the first block leads, but behind all blocks with a NaN
-    decides_ties = (rows.noise_mask == 0) & (magnitude <= POSITIVE_INFINITY_KEY)
+    decides_ties = (rows.noise_mask == 0) & (nan_bits <= POSITIVE_INFINITY_KEY)
     may_win = (others > best_key) | ((others == best_key) & ~decides_ties)
-    return Leaders(best, magnitude, rows.live & may_win & (others > MASKED_KEY), row_max)
+    return Leaders(best, nan_bits, rows.live & may_win & (others > MASKED_KEY), row_max)
 
 
 def _bounds(slices: Sequence[Slice], rows: RowParams, finds_max: bool) -> Bounds:
@@ -153,4 +153,4 @@ def _largest(packed: Tensor) -> tuple[list[Tensor], Tensor]:
 
 def draw_from_leaders(leaders: Leaders, winners: Tensor, idle: Tensor) -> SampleOutputs:
     """The better of the leaders and the ``winners``, int64 ``[R, n]``, of rows that raced over all their tokens."""
-    return tokens_from_packed(torch.maximum(leaders.best, winners.amax(-1)), leaders.magnitude, idle)
+    return tokens_from_packed(torch.maximum(leaders.best, winners.amax(-1)), leaders.nan_bits, idle)

@@ -61,7 +61,7 @@ def unfiltered_cut(blocks: BlockMaxima, row_slots: RowSlots, *, filters_min_p: b
     rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     first = pack(blocks.keys, blocks.token_ids).amax(-1)
     cut = _cut_of_first(key_float(packed_key(first)), packed_id(first), rows, filters_min_p=filters_min_p)
-    return cut, kept_in_kernel(rows.live, blocks.magnitudes.amax(-1), 0)
+    return cut, kept_in_kernel(rows.live, blocks.nan_bits.amax(-1), 0)
 
 
 def cut_of_drawn(row_max: Tensor, token_ids: Tensor, row_slots: RowSlots, *, filters_min_p: bool) -> Cut:

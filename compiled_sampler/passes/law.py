@@ -30,8 +30,8 @@ from compiled_sampler.passes.maxima import (
     largest_in_each,
     largest_key,
     largest_logit,
-    largest_magnitude,
-    nan_bits,
+    nan_bits_of,
+    row_nan_bits,
     score_bits,
 )
 
@@ -56,7 +56,7 @@ class LawBlocks(NamedTuple):
     """As in ``Law``."""
     weights: Tensor
     """int64 ``[R, B]``, weights of the parts of each row."""
-    magnitudes: Tensor | None
+    nan_bits: Tensor | None
     """int32 ``[R, ...]``, ``nan_bits`` of the parts of each row; None where no status is needed."""
 
 
@@ -75,7 +75,7 @@ AnyLaw = Law | LawBlocks | UnfilteredLaw
 
 
 def candidate_law(
-    ordered: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False
+    ordered: Tensor, nan_bits: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False
 ) -> Law:
     """The law of rows whose filters end within the candidates; arguments as ``race.draw_from_candidates``."""
     # With by_key the last token that is kept is given by its key.
@@ -85,7 +85,7 @@ def candidate_law(
     last = last_kept(ordered, keep)
     threshold = last_of(last, by_key=True) if by_key else last
     cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, threshold, None)
-    return _law(cut, weights.sum(-1), largest_magnitude(magnitudes, ordered.shape[1]))
+    return _law(cut, weights.sum(-1), row_nan_bits(nan_bits, ordered.shape[1]))
 
 
 def unfiltered_weights(
@@ -123,7 +123,7 @@ def probability_blocks(
 ) -> LawBlocks:
     """The weight of each block of a row of probabilities, int64 ``[R, B]``, and, if ``looks``, its ``nan_bits``."""
     p, _ = logit_blocks(probabilities, vocab_size, block)
-    return LawBlocks(None, probability_mass(p).sum(-1), nan_bits(p, by_bits=by_bits) if looks else None)
+    return LawBlocks(None, probability_mass(p).sum(-1), nan_bits_of(p, by_bits=by_bits) if looks else None)
 
 
 def sum_law(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
@@ -131,10 +131,10 @@ def sum_law(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
     if isinstance(law, Law):
         return law
     if isinstance(law, UnfilteredLaw):
-        cut, magnitude = unfiltered_cut(law.blocks, law.row_slots, filters_min_p=filters_min_p)
-        return _law(cut, law.weights.sum(-1), magnitude)
-    parts, magnitudes = law.weights, law.magnitudes
-    seen = None if magnitudes is None else largest_magnitude(magnitudes, parts.shape[1])
+        cut, nan_bits = unfiltered_cut(law.blocks, law.row_slots, filters_min_p=filters_min_p)
+        return _law(cut, law.weights.sum(-1), nan_bits)
+    parts = law.weights
+    seen = None if law.nan_bits is None else row_nan_bits(law.nan_bits, parts.shape[1])
     return _law(law.cut, parts.sum(-1), seen)
 
 
@@ -146,13 +146,13 @@ def probabilities(logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: 
     return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
 
 
-def _law(cut: Cut | None, total: Tensor, magnitude: Tensor | None) -> Law:
+def _law(cut: Cut | None, total: Tensor, nan_bits: Tensor | None) -> Law:
     if cut is not None and cut.only is not None:  # the only token of a greedy row weighs 1 if it is visible
         one = torch.where(is_visible(cut.row_max), 1 << MASS_BITS, 0)
         total = torch.where(cut.only >= 0, one, total)
     status = kept_in_kernel(total < 0, 1, 0)  # zeros, because no total is negative
-    if magnitude is not None:
-        status = torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
+    if nan_bits is not None:
+        status = torch.where(nan_bits > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
     if cut is not None:
         infinite = cut.row_max * cut.scale == float("inf")
         status = status | torch.where(infinite, int(RowStatus.POSITIVE_INFINITY), 0)

@@ -62,8 +62,8 @@ class BlockMaxima(NamedTuple):
 
     keys: Tensor
     """int32 ``[R, B]``, the largest key of a block."""
-    magnitudes: Tensor
-    """int32 ``[R, B]``, the ``nan_bits`` of a block."""
+    nan_bits: Tensor
+    """int32 ``[R, B]``, above ``POSITIVE_INFINITY_KEY`` exactly where the block holds a NaN, see ``nan_bits_of``."""
     token_ids: Tensor | None = None
     """int32 ``[R, B]``, the first token with that key; None where the pass does not name tokens."""
 
@@ -99,7 +99,7 @@ def _order_maxima(slices: list[Slice], by_bits: bool, names: bool) -> BlockMaxim
         values = [order_key(x) for x, _ in slices]
         best = key = largest_key(*(x for x, _ in slices))
     token_ids = first_of(values, best, slices[0].ids) if names else None
-    return BlockMaxima(key, nan_bits(*(x for x, _ in slices), by_bits=by_bits), token_ids)
+    return BlockMaxima(key, nan_bits_of(*(x for x, _ in slices), by_bits=by_bits), token_ids)
 
 
 def largest_key(*slices: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def first_of(slices: list[Tensor], best: Tensor, ids: Tensor) -> Tensor:
     return (places + ids).amin(-1)
 
 
-def nan_bits(*slices: Tensor, by_bits: bool = False) -> Tensor:
+def nan_bits_of(*slices: Tensor, by_bits: bool = False) -> Tensor:
     """Int32 ``[...]``, above ``POSITIVE_INFINITY_KEY`` exactly where one of the float32 ``[..., n]`` is a NaN."""
     # A maximum of floats is a NaN if one of them is, and C++ has that maximum already. By bits, the result is the
     # maximum of magnitudes as integers or, of several slices, comes from the sum of magnitudes, which is a NaN in no
@@ -169,14 +169,14 @@ def largest_in_each(keys: Tensor, count: int, block: int, *, per_block: bool) ->
     return largest_logit(widened(keys, block)[:, None].expand(-1, count, -1))
 
 
-def largest_magnitude(magnitudes: Tensor, width: int) -> Tensor:
+def row_nan_bits(nan_bits: Tensor, width: int) -> Tensor:
     """The ``nan_bits`` of each row from those of its blocks: int32 ``[R, B]`` to ``[R]``."""
     # Blocks are first reduced to width, the width of the other reductions in the kernel, so that they share the kernel.
-    missing = width - magnitudes.shape[1]
+    missing = width - nan_bits.shape[1]
     if missing > 0:
-        return F.pad(magnitudes, (0, missing)).amax(-1)
+        return F.pad(nan_bits, (0, missing)).amax(-1)
     starts = [*range(0, -missing, width), -missing]  # the last part may overlap the one before
-    parts = [magnitudes[:, start : start + width] for start in starts]
+    parts = [nan_bits[:, start : start + width] for start in starts]
     return reduce(torch.maximum, parts).amax(-1)
 
 
@@ -213,13 +213,13 @@ def first_token(logits: AnyLogits, blocks: BlockMaxima, vocab_size: int, block: 
     if blocks.token_ids is not None:
         return best_named(blocks)
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
-    return pack(order_key(x), ids).amax(-1), widened(blocks.magnitudes, block).amax(-1)
+    return pack(order_key(x), ids).amax(-1), widened(blocks.nan_bits, block).amax(-1)
 
 
 def best_named(blocks: BlockMaxima) -> tuple[Tensor, Tensor]:
     """``first_token`` for blocks that name their tokens."""
     assert blocks.token_ids is not None
-    return pack(blocks.keys, blocks.token_ids).amax(-1), blocks.magnitudes.amax(-1)
+    return pack(blocks.keys, blocks.token_ids).amax(-1), blocks.nan_bits.amax(-1)
 
 
 def masked_with_maxima(

@@ -37,22 +37,22 @@ from compiled_sampler.passes.maxima import (
     best_named,
     first_of,
     first_token,
-    largest_magnitude,
-    nan_bits,
+    nan_bits_of,
+    row_nan_bits,
 )
 
 
-def tokens_from_packed(best: Tensor, magnitude: Tensor, idle: Tensor) -> SampleOutputs:
+def tokens_from_packed(best: Tensor, nan_bits: Tensor, idle: Tensor) -> SampleOutputs:
     """Token ids, int64, and status, int32, ``[R]`` each, from the best packed key of each row."""
-    return tokens_from_keys(packed_key(best), packed_id(best), magnitude, idle)
+    return tokens_from_keys(packed_key(best), packed_id(best), nan_bits, idle)
 
 
-def tokens_from_keys(key: Tensor, ids: Tensor, magnitude: Tensor, idle: Tensor) -> SampleOutputs:
+def tokens_from_keys(key: Tensor, ids: Tensor, nan_bits: Tensor, idle: Tensor) -> SampleOutputs:
     """Token ids and status ``[R]`` from keys and ids ``[R]`` of the winners; else as ``tokens_from_packed``."""
     masked, live = key == MASKED_KEY, idle == 0
     token_ids = torch.where(live & ~masked, ids, -1)
     status = (
-        torch.where(magnitude > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
+        torch.where(nan_bits > POSITIVE_INFINITY_KEY, int(RowStatus.NAN_SEEN), 0)
         | torch.where(masked, int(RowStatus.ALL_MASKED), 0)
         | torch.where(key >= POSITIVE_INFINITY_KEY, int(RowStatus.POSITIVE_INFINITY), 0)
     )
@@ -84,7 +84,7 @@ def race_maxima(
     bits = [admitted_bits(*part, rows, row_max, last, by_key=not by_bits) for part in parts]
     best = best_bits(*bits)
     token_ids = first_of(bits, best, parts[0].ids) if names else None
-    return BlockMaxima(score_order(best), nan_bits(*(x for x, _ in parts), by_bits=by_bits), token_ids)
+    return BlockMaxima(score_order(best), nan_bits_of(*(x for x, _ in parts), by_bits=by_bits), token_ids)
 
 
 def draw_from_blocks(
@@ -103,19 +103,19 @@ def draw_from_blocks(
         return tokens_from_packed(*best_named(blocks), rows.idle)
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
     key = admitted_key(x, ids, rows, row_max, last, by_key=not by_bits)
-    return tokens_from_packed(pack(key, ids).amax(-1), widened(blocks.magnitudes, block).amax(-1), rows.idle)
+    return tokens_from_packed(pack(key, ids).amax(-1), widened(blocks.nan_bits, block).amax(-1), rows.idle)
 
 
 def first_from_blocks(
     logits: AnyLogits, blocks: BlockMaxima, row_slots: RowSlots, *, vocab_size: int, block: int
 ) -> SampleOutputs:
     """The first token of each row's order, ``[R]``: greedy sampling."""
-    first, magnitude = first_token(logits, blocks, vocab_size, block)
-    return tokens_from_packed(first, magnitude, idle_status(row_slots.table, row_slots.slots))
+    first, nan_bits = first_token(logits, blocks, vocab_size, block)
+    return tokens_from_packed(first, nan_bits, idle_status(row_slots.table, row_slots.slots))
 
 
 def draw_from_candidates(
-    ordered: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, stream: int
+    ordered: Tensor, nan_bits: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, stream: int
 ) -> SampleOutputs:
     """The winner of the race among the candidates that pass the filters, ``[R]``, for rows with ``top_k <= C``."""
     # row_mass is the base of top-p; None takes the mass after top-k.
@@ -124,20 +124,20 @@ def draw_from_candidates(
     ids = packed_id(ordered).to(torch.int32)
     key = score_key(key_float(packed_key(ordered)), ids, rows)
     best = pack(torch.where(keep, key, MASKED_KEY), ids).amax(-1)
-    return tokens_from_packed(best, largest_magnitude(magnitudes, ordered.shape[1]), rows.idle)
+    return tokens_from_packed(best, row_nan_bits(nan_bits, ordered.shape[1]), rows.idle)
 
 
 def draw_from_unordered_candidates(
-    chosen: Tensor, magnitudes: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, stream: int
+    chosen: Tensor, nan_bits: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, stream: int
 ) -> SampleOutputs:
     """``draw_from_candidates`` for candidates in any order, ``chosen``, int64 ``[R, C]``; other arguments as there."""
     ordered = sort(chosen, count=chosen.shape[1])
-    return draw_from_candidates(ordered, magnitudes, row_slots, row_mass, stream=stream)
+    return draw_from_candidates(ordered, nan_bits, row_slots, row_mass, stream=stream)
 
 
 def draw_and_keep(
     chosen: Tensor,
-    magnitudes: Tensor,
+    nan_bits: Tensor,
     row_slots: RowSlots,
     row_mass: Tensor | None,
     *,
@@ -147,5 +147,5 @@ def draw_and_keep(
 ) -> tuple[SampleOutputs, Kept, Tensor]:
     """``draw_from_candidates``, the tokens that the filters keep ``[R]``, and the candidates in order, ``[R, C]``."""
     ordered = chosen if is_ordered else sort(chosen, count=chosen.shape[1])
-    drawn = draw_from_candidates(ordered, magnitudes, row_slots, row_mass, stream=stream)
+    drawn = draw_from_candidates(ordered, nan_bits, row_slots, row_mass, stream=stream)
     return drawn, kept_candidates(ordered, row_slots, row_mass, by_key=by_key), ordered

@@ -28,7 +28,7 @@ from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys
 from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
-from compiled_sampler.pipeline.search import block_maxima, find_candidates, search, threshold_of
+from compiled_sampler.pipeline.search import block_maxima, candidates_and_thresholds, find_candidates, threshold_of
 
 
 def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> ProbabilityOutputs:
@@ -57,16 +57,16 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
     # The law's sums may not be taken yet (sum_law); candidates are packed keys, int64 [R, C], or None.
     mode = schedule.mode
     if mode.searches:
-        searched = search(schedule, logits, row_slots, TARGET, run)
-        threshold: Tensor | Last = threshold_of(schedule, logits, searched, run)
+        unsearched = candidates_and_thresholds(schedule, logits, row_slots, TARGET, run)
+        threshold: Tensor | Last = threshold_of(schedule, logits, unsearched, run)
         if schedule.compares_keys:
             threshold = run(last_of, threshold, by_key=True)
-        cut = cut_at_threshold(threshold, searched.row_max, searched.rows)
+        cut = cut_at_threshold(threshold, unsearched.row_max, unsearched.rows)
         weights = run(weight_blocks, logits, cut, **schedule.order.blocks)
-        return LawBlocks(cut, weights, searched.magnitudes), None
+        return LawBlocks(cut, weights, unsearched.nan_bits), None
     if mode.capacity:
         candidates = find_candidates(schedule, logits, row_slots, run)
-        draw_inputs = (candidates.tokens, candidates.magnitudes, row_slots, candidates.row_mass)
+        draw_inputs = (candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass)
         return run(candidate_law, *draw_inputs, by_key=schedule.compares_keys), candidates.tokens
     blocks = block_maxima(schedule, logits, run, names=True)
     return unfiltered_law(schedule, logits, blocks, row_slots, None, run), None

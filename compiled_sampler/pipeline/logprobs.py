@@ -35,7 +35,13 @@ from compiled_sampler.passes.logprobs import Asked, logprobs_from_kept, tokens_b
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
-from compiled_sampler.pipeline.search import block_maxima, find_candidates, ordered_candidates, search, threshold_of
+from compiled_sampler.pipeline.search import (
+    block_maxima,
+    candidates_and_thresholds,
+    find_candidates,
+    ordered_candidates,
+    threshold_of,
+)
 
 
 class FoundLaw(NamedTuple):
@@ -149,12 +155,12 @@ def _filtered(
     sums = {"moment": wanted.entropy and wanted.of == "filtered", "num_kept": wanted.num_kept, "last": wanted.boundary}
     if mode.searches:
         assert isinstance(logits, Tensor)
-        searched = search(schedule, logits, row_slots, TARGET, run)
-        threshold: Tensor | Last = threshold_of(schedule, logits, searched, run)
+        unsearched = candidates_and_thresholds(schedule, logits, row_slots, TARGET, run)
+        threshold: Tensor | Last = threshold_of(schedule, logits, unsearched, run)
         if schedule.compares_keys:
             threshold = run(last_of, threshold, by_key=True)
-        above = cut_at_threshold(threshold, searched.row_max, searched.rows)
-        return _summed(schedule, logits, above, run, **sums), searched.ordered
+        above = cut_at_threshold(threshold, unsearched.row_max, unsearched.rows)
+        return _summed(schedule, logits, above, run, **sums), unsearched.ordered
     if mode.capacity:
         candidates = find_candidates(schedule, logits, row_slots, run)
         kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_key=schedule.compares_keys)

@@ -57,7 +57,13 @@ from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import Edited, drawing_schedule, logits_to_draw_from, with_one_mask
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk, sums_kept, with_kept
 from compiled_sampler.pipeline.schedule import Schedule
-from compiled_sampler.pipeline.search import Searched, block_maxima, find_candidates, search, threshold_of
+from compiled_sampler.pipeline.search import (
+    Unsearched,
+    block_maxima,
+    candidates_and_thresholds,
+    find_candidates,
+    threshold_of,
+)
 
 
 def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:
@@ -127,7 +133,7 @@ def draw_tokens(
     if mode.capacity:  # every filter ends within the candidates, for rows with top_k <= C
         candidates = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
         stage = draw_from_candidates if schedule.orders_candidates else draw_from_unordered_candidates
-        return run(stage, candidates.tokens, candidates.magnitudes, row_slots, candidates.row_mass, stream=stream)
+        return run(stage, candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass, stream=stream)
     return _draw_from_rows(schedule, logits, row_slots, stream, run)[0]
 
 
@@ -185,36 +191,36 @@ def _draw_beyond_candidates(
     mode = schedule.mode
     if not schedule.skips_rows:
         assert isinstance(logits, Tensor)  # C++ reads no masks
-        searched = search(schedule, logits, row_slots, stream, run, maxima=maxima)
-        return _draw_and_recheck(schedule, logits, searched, run)
+        unsearched = candidates_and_thresholds(schedule, logits, row_slots, stream, run, maxima=maxima)
+        return _draw_and_recheck(schedule, logits, unsearched, run)
     if isinstance(logits, MaskedLogits):
         logits = with_one_mask(logits, mode.vocab_size, run)
     if not mode.capacity:  # top_k: a search and a race above the threshold, which need no pass before them
         rows = run(gather_rows, row_slots, stream=stream)
-        winners, magnitudes = run(race_top_k, logits, rows, vocab_size=mode.vocab_size)
-        return run(draw_from_winners, winners, magnitudes, rows.idle)
-    searched = search(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
-    ordered, magnitudes, rows, row_max, known, raced = searched
+        winners, nan_bits = run(race_top_k, logits, rows, vocab_size=mode.vocab_size)
+        return run(draw_from_winners, winners, nan_bits, rows.idle)
+    unsearched = candidates_and_thresholds(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
+    ordered, nan_bits, rows, row_max, known, raced = unsearched
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     winners = run(race_beyond_candidates, logits, known, rows, row_max, raced, **base)
-    return run(draw_from_candidates_and_winners, ordered, winners, magnitudes, rows, row_max, known)
+    return run(draw_from_candidates_and_winners, ordered, winners, nan_bits, rows, row_max, known)
 
 
-def _draw_and_recheck(schedule: Schedule, logits: Tensor, searched: Searched, run: Run) -> SampleOutputs:
+def _draw_and_recheck(schedule: Schedule, logits: Tensor, unsearched: Unsearched, run: Run) -> SampleOutputs:
     """The winners of races, ``[R]``, on the CPU: over the whole row, and again where a filter may drop the winner."""
     # In C++ a pass over a row costs much less than a search for its threshold. So every row races, the mass and the
     # number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
-    ordered, _, rows, row_max, known, _ = searched
+    ordered, _, rows, row_max, known, _ = unsearched
     vocab = {"vocab_size": schedule.mode.vocab_size}
     drawn = _draw_from_row(schedule, logits, rows, row_max, run(last_without_search, known), run)
-    if not any_row(run, known.is_unknown):
+    if not any_row(run, known.is_open):
         return drawn
     before = run(last_before_winner, logits, drawn.token_ids, **vocab)
     parts = run(mass_before_winner, logits, before, row_max, rows.scale, **schedule.mass.blocks)
     known = run(recheck_winners, ordered, known, parts, rows, **vocab, base_is_row=schedule.mode.base_is_row)
-    if not any_row(run, known.is_unknown):
+    if not any_row(run, known.is_open):
         return drawn
-    last = run(last_of, threshold_of(schedule, logits, searched._replace(known=known), run), by_key=True)
+    last = run(last_of, threshold_of(schedule, logits, unsearched._replace(known=known), run), by_key=True)
     return _draw_from_row(schedule, logits, rows, row_max, last, run)
 
 
@@ -228,7 +234,7 @@ def _draw_and_find(
     if mode.capacity and not mode.searches and (wanted.reads_filters or reads_first):
         candidates = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
         static = {"is_ordered": schedule.orders_candidates, "by_key": schedule.compares_keys}
-        among = candidates.tokens, candidates.magnitudes, row_slots, candidates.row_mass
+        among = candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass
         drawn, kept, ordered = run(draw_and_keep, *among, stream=stream, **static)
         return drawn, FoundLaw(kept, ordered)
     if sums_kept(mode, wanted):

@@ -12,10 +12,10 @@ from compiled_sampler.core.rows import RowParams, RowSlots
 from compiled_sampler.core.stage import Run, any_row, call, overlap
 from compiled_sampler.exact.row_race import race_and_weigh
 from compiled_sampler.exact.threshold import (
+    FlaggedRows,
     Threshold,
-    WeighedRows,
     block_masses,
-    bound_row_mass,
+    flag_exceeding_rows,
     order_keys,
     row_masses,
     search_threshold,
@@ -110,18 +110,18 @@ class Candidates(NamedTuple):
 
     tokens: Tensor
     """int64 ``[R, min(C, V)]``, packed (order key, id)."""
-    magnitudes: Tensor
+    nan_bits: Tensor
     """int32 ``[R, B]``, ``nan_bits`` of the parts of each row."""
     row_mass: Tensor | None
     """int64 ``[R]``, the mass of the whole row; None where top-p is a share of the mass after top-k."""
 
 
-class Searched(NamedTuple):
+class Unsearched(NamedTuple):
     """What is known about each row before a search for its threshold."""
 
     ordered: Tensor | None
     """int64 ``[R, C]``, packed keys of the candidates in descending order; None where the mode has no candidates."""
-    magnitudes: Tensor
+    nan_bits: Tensor
     """int32 ``[R, B]``, ``nan_bits`` of the parts of each row."""
     rows: RowParams
     """Parameters ``[R]``."""
@@ -152,7 +152,7 @@ def find_candidates(
     narrow = ordered_candidates if in_order else unordered_candidates
     blocks = _stored_maxima(schedule, logits, run) if maxima is None else maxima
     if not schedule.mode.base_is_row:
-        return Candidates(narrow(schedule, logits, blocks.keys, run), blocks.magnitudes, None)
+        return Candidates(narrow(schedule, logits, blocks.keys, run), blocks.nan_bits, None)
 
     def weighed() -> Tensor:
         row_max, scale = run(mass_units, blocks.keys, row_slots)
@@ -160,10 +160,10 @@ def find_candidates(
 
     chains = (lambda: narrow(schedule, logits, blocks.keys, run), weighed)
     tokens, row_mass = overlap(run, values_of(logits).device, *chains)
-    return Candidates(tokens, blocks.magnitudes, row_mass)
+    return Candidates(tokens, blocks.nan_bits, row_mass)
 
 
-def search(
+def candidates_and_thresholds(
     schedule: Schedule,
     logits: AnyLogits,
     row_slots: RowSlots,
@@ -172,7 +172,7 @@ def search(
     *,
     maxima: BlockMaxima | None = None,
     races: bool = False,
-) -> Searched:
+) -> Unsearched:
     """Candidates if the mode has any, parameters, largest logits, and the thresholds that follow without a search."""
     # Narrowing to candidates runs many small kernels; the row's mass takes a pass over the logits. Both depend only on
     # the first pass, so they may overlap.
@@ -180,42 +180,42 @@ def search(
     mode = schedule.mode
     vocab = {"vocab_size": mode.vocab_size}
     if not mode.capacity:
-        keys, magnitudes, _ = block_maxima(schedule, logits, run)
+        keys, nan_bits, _ = block_maxima(schedule, logits, run)
         rows, row_max, known = run(threshold_without_candidates, keys, row_slots, **vocab, stream=stream)
-        return Searched(None, magnitudes, rows, row_max, known, None)
+        return Unsearched(None, nan_bits, rows, row_max, known, None)
     blocks = _stored_maxima(schedule, logits, run) if maxima is None else maxima
 
-    def beside() -> tuple[WeighedRows, Tensor, Tensor | None]:
-        weighed = run(bound_row_mass, blocks.keys, row_slots, **vocab, capacity=mode.capacity, stream=stream)
-        masses, raced = _weighed(schedule, logits, weighed, run, races=races)
-        return weighed, run(row_masses, masses), raced
+    def beside() -> tuple[FlaggedRows, Tensor, Tensor | None]:
+        flagged = run(flag_exceeding_rows, blocks.keys, row_slots, **vocab, capacity=mode.capacity, stream=stream)
+        masses, raced = _weighed(schedule, logits, flagged, run, races=races)
+        return flagged, run(row_masses, masses), raced
 
     chains = (lambda: ordered_candidates(schedule, logits, blocks.keys, run), beside)
-    ordered, (weighed, row_mass, raced) = overlap(run, values_of(logits).device, *chains)
-    rows, row_max, _ = weighed
+    ordered, (flagged, row_mass, raced) = overlap(run, values_of(logits).device, *chains)
+    rows, row_max, _ = flagged
     known = run(threshold_from_candidates, ordered, rows, row_mass, **vocab, base_is_row=mode.base_is_row)
-    return Searched(ordered, blocks.magnitudes, rows, row_max, known, raced)
+    return Unsearched(ordered, blocks.nan_bits, rows, row_max, known, raced)
 
 
-def threshold_of(schedule: Schedule, logits: Tensor, searched: Searched, run: Run) -> Tensor:
+def threshold_of(schedule: Schedule, logits: Tensor, unsearched: Unsearched, run: Run) -> Tensor:
     """Packed key of the last token that top-k and top-p keep, int64 ``[R]``, searched where not known yet."""
-    mode, known = schedule.mode, searched.known
+    mode, known = schedule.mode, unsearched.known
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     if schedule.skips_rows:
-        return run(search_threshold, logits, known, searched.row_max, searched.rows, **base)
-    if not any_row(run, known.is_unknown):
+        return run(search_threshold, logits, known, unsearched.row_max, unsearched.rows, **base)
+    if not any_row(run, known.is_open):
         return known.packed
     keys = run(order_keys, logits, vocab_size=mode.vocab_size)
-    return run(search_threshold_on_cpu, keys, known, searched.rows, **base)
+    return run(search_threshold_on_cpu, keys, known, unsearched.rows, **base)
 
 
 def _weighed(
-    schedule: Schedule, logits: AnyLogits, weighed: WeighedRows, run: Run, *, races: bool
+    schedule: Schedule, logits: AnyLogits, flagged: FlaggedRows, run: Run, *, races: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Parts of each row's mass, int64 ``[R, n]``; with ``races`` also the winners of rows that certainly race."""
     if races:
-        return run(race_and_weigh, logits, weighed, **schedule.mass.blocks)
-    return run(block_masses, logits, weighed.row_max, weighed.rows.scale, **schedule.mass.blocks), None
+        return run(race_and_weigh, logits, flagged, **schedule.mass.blocks)
+    return run(block_masses, logits, flagged.row_max, flagged.rows.scale, **schedule.mass.blocks), None
 
 
 def _stored_maxima(schedule: Schedule, logits: AnyLogits, run: Run) -> BlockMaxima:

@@ -37,7 +37,7 @@ from compiled_sampler.core.score import admitted, drawn_noise, in_any_mode, nois
 from compiled_sampler.passes.blocks import logit_blocks, rows_in_blocks, rows_in_windows
 from compiled_sampler.passes.kept import unpacked, weight_units
 from compiled_sampler.passes.law import Law, LawBlocks, sum_law
-from compiled_sampler.passes.maxima import first_of, nan_bits
+from compiled_sampler.passes.maxima import first_of, nan_bits_of
 from compiled_sampler.passes.race import tokens_from_keys
 from compiled_sampler.speculation.acceptance import (
     UNIT,
@@ -147,8 +147,8 @@ def draw_from_final_candidates(ordered: Tensor, values: Values, final: Final, *,
     values = proposed_at(values, final.proposals, ids, vocab_size)
     ids = ids.to(torch.int32)
     keys, is_left = final_race(x, values, ids, final)
-    magnitude = torch.zeros_like(final.drafts)  # the status in the row's law says if there is a NaN
-    return _final_outputs(ranked(keys, ids, is_left), magnitude, final)
+    nan_bits = torch.zeros_like(final.drafts)  # the status in the row's law says if there is a NaN
+    return _final_outputs(ranked(keys, ids, is_left), nan_bits, final)
 
 
 def emit_from_final_candidates(
@@ -168,25 +168,25 @@ def final_winners(
         values, _ = rows_in_windows(*rows_at(values, final.proposals), vocab_size, block)
     keys, is_left = final_race(x, values, ids, final, by_key=not by_bits)
     if not by_bits:
-        return ranked(keys, ids, is_left).amax(-1), nan_bits(x)
+        return ranked(keys, ids, is_left).amax(-1), nan_bits_of(x)
     left = torch.where(is_left, keys, MASKED_KEY)
     best_left = left.amax(-1)
     any_left = best_left > MASKED_KEY
     best = torch.where(any_left, best_left, keys.amax(-1))
     token_ids = first_of([torch.where(any_left[..., None], left, keys)], best, ids)
-    return ranked(best, token_ids, any_left), nan_bits(x, by_bits=True)
+    return ranked(best, token_ids, any_left), nan_bits_of(x, by_bits=True)
 
 
-def draw_from_final_blocks(ranks: Tensor, magnitudes: Tensor, final: Final) -> SampleOutputs:
+def draw_from_final_blocks(ranks: Tensor, nan_bits: Tensor, final: Final) -> SampleOutputs:
     """The last token and the status of each request, ``[N]`` each, from the ``final_winners``."""
-    return _final_outputs(ranks, magnitudes.amax(-1), final)
+    return _final_outputs(ranks, nan_bits.amax(-1), final)
 
 
 def emit_from_final_blocks(
-    ranks: Tensor, magnitudes: Tensor, final: Final, slots: Tensor, draft_token_ids: Tensor
+    ranks: Tensor, nan_bits: Tensor, final: Final, slots: Tensor, draft_token_ids: Tensor
 ) -> VerifyOutputs:
     """``emission.emit_final`` of ``draw_from_final_blocks``: one kernel less than the two as separate stages."""
-    return emit_final(draw_from_final_blocks(ranks, magnitudes, final), final, slots, draft_token_ids)
+    return emit_final(draw_from_final_blocks(ranks, nan_bits, final), final, slots, draft_token_ids)
 
 
 def every_row_final(law: Law | LawBlocks, layout: Layout, table: AnyTable) -> Final:
@@ -206,11 +206,11 @@ def every_row_final(law: Law | LawBlocks, layout: Layout, table: AnyTable) -> Fi
     )
 
 
-def _final_outputs(ranks: Tensor, magnitude: Tensor, final: Final) -> SampleOutputs:
+def _final_outputs(ranks: Tensor, nan_bits: Tensor, final: Final) -> SampleOutputs:
     """The last token and the status of each request, ``[N]`` each."""
     best = ranks.amax(-1)
     key, any_left = ranked_key(best)
-    drawn = tokens_from_keys(key, packed_id(best), magnitude, final.rows.idle)
+    drawn = tokens_from_keys(key, packed_id(best), nan_bits, final.rows.idle)
     zero = torch.where(subtracts(final) & ~any_left, int(RowStatus.ZERO_RESIDUAL), 0)
     return SampleOutputs(drawn.token_ids, (drawn.status | final.status | zero).to(torch.int32))
 

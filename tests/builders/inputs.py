@@ -19,7 +19,7 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import draw_from_candidates, race_maxima, tokens_from_packed
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.schedule import schedule_for
-from compiled_sampler.pipeline.search import search, threshold_of
+from compiled_sampler.pipeline.search import candidates_and_thresholds, threshold_of
 
 VOCAB_SIZES = (1, 2, 63, 64, 127, 129, 600, 5000)
 BASES = ("top_k", "all")
@@ -88,8 +88,10 @@ def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
     logits, rows, row_max, last = seen[race_maxima]
     if mode.searches:  # rows race before they are searched, if they are
         schedule = schedule_for(mode, logits.shape[0], logits.device)
-        searched = search(schedule, logits, RowSlots(inputs.table, inputs.slots, inputs.positions), TARGET, call)
-        last = last_of(threshold_of(schedule, logits, searched, call), by_key=True)
+        unsearched = candidates_and_thresholds(
+            schedule, logits, RowSlots(inputs.table, inputs.slots, inputs.positions), TARGET, call
+        )
+        last = last_of(threshold_of(schedule, logits, unsearched, call), by_key=True)
     ids = torch.arange(mode.vocab_size, dtype=torch.int32)
     key = admitted_key(row_logits(logits, mode.vocab_size), ids, rows, row_max, last)
     return [row.nonzero().flatten().tolist() for row in key > MASKED_KEY]

@@ -122,7 +122,7 @@ def race_of(logits: Tensor, rows: RowParams, vocab_size: int, races: Tensor) -> 
     row_mass = exp2_mass(scaled_logits(x, row_max[:, None], rows.scale[:, None])).sum(-1)
     keeps_all = (rows.top_k >= vocab_size) & (rows.top_p >= 1.0)
     races = races & (row_max > -torch.inf)
-    packed = torch.where(keeps_all, KEEP_ALL, 0)  # of pending rows it says nothing
+    packed = torch.where(keeps_all, KEEP_ALL, 0)  # of open rows it says nothing
     return Race(logits, Threshold(packed, races & ~keeps_all, races, row_mass), rows, row_max)
 
 
@@ -141,7 +141,7 @@ def won_in_full(race: Race, words: Tensor | None, vocab_size: int, first: Tensor
     noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
     of_row = (row_max, rows.scale, rows.top_k)
     raced, masses = operators.race_rows(logits, first, *of_row, *noise, None, words, vocab_size, True)
-    which = (known.packed, known.is_unknown, known.beyond_candidates, known.row_mass)
+    which = (known.packed, known.is_open, known.beyond_candidates, known.row_mass)
     winners: Tensor = operators.race_beyond_candidates(
         logits, *which, *of_row, rows.top_p, *noise, raced, words, vocab_size, False
     )
@@ -171,10 +171,10 @@ def won_by_others(
     if filters == "all and masks":
         _, known, rows, row_max = race_of(masked, rows, vocab_size, known.beyond_candidates)
     if filters in FILTERED_BY_MIN_P:
-        known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), is_unknown=known.is_unknown & False)
+        known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), is_open=known.is_open & False)
     if filters in FILTERED_BY_TOP_K:
         rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond_candidates)
-        wanted, magnitude = race_top_k(masked, rows, vocab_size=vocab_size)
+        wanted, nan_bits = race_top_k(masked, rows, vocab_size=vocab_size)
     else:
         raced = torch.empty(0)  # is not read here
         wanted = race_beyond_candidates(masked, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
@@ -199,7 +199,7 @@ def won_by_others(
         else:
             parameters = (rows.live, rows.scale, rows.top_k, rows.top_p)
             winners, seen = operators.race_top_k(logits, *parameters, *noise, words, vocab_size)
-            has_nan = magnitude > POSITIVE_INFINITY_KEY
+            has_nan = nan_bits > POSITIVE_INFINITY_KEY
             differ |= ((seen.cpu() > POSITIVE_INFINITY_KEY) != has_nan)[:, 0] & rows.live.cpu()
     won, best = winners.amax(-1).cpu(), wanted[:, 0]
     differ |= torch.where((best >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != best)

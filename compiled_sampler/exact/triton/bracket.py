@@ -213,7 +213,7 @@ def _load_parameters(row_arrays, index):
 
 @kernel
 def bracket_kernel(
-    logits, row_stride, words, word_stride, row_maxima, magnitudes, row_masses, scales, top_ks, top_ps, pendings,
+    logits, row_stride, words, word_stride, row_maxima, nan_bits, row_masses, scales, top_ks, top_ps, are_open,
     packed, found, brackets, sums, part_winners, num_parts, open_rows, vocab_size, draws, FIRST_PASS: tl.constexpr,
     BASE_IS_ROW: tl.constexpr, SAMPLE: tl.constexpr, RUN: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr,
     PIVOTS: tl.constexpr, FEW: tl.constexpr, MAX_PARTS: tl.constexpr, MAX_SAMPLES: tl.constexpr, MASKED: tl.constexpr,
@@ -222,17 +222,17 @@ def bracket_kernel(
     """The brackets of a row that is searched; of another row the answer, its threshold or, with ``draws``, its winner.
 
     Reads:
-        logits ``[R, >=V]``, ``row_stride`` numbers a row: a sample, and what a proof takes, of pending rows; with
+        logits ``[R, >=V]``, ``row_stride`` numbers a row: a sample, and what a proof takes, of open rows; with
         MASKED their words, as ``race_kernel``.
-        Each row's pendings (bool), row_masses, row_maxima, scales, top_ks, top_ps and packed, its threshold if it is
-        not pending, ``[R]``.
+        Each row's are_open (bool), row_masses, row_maxima, scales, top_ks, top_ps and packed, its threshold if it is
+        not open, ``[R]``.
         part_winners: int64 ``[R, num_parts]``, of ``race_kernel``, with draws.
     Writes:
         found: int64 ``[R]``, the winner of all tokens or the threshold; final where the row is not open.
         brackets: all fields of a row that is open, IS_OPEN and WINNER_KEY of each.
         sums: zeros, of rows that are open.
         open_rows: with draws, how many are open, and which, in any order.
-        With FIRST_PASS, for ``measure_kernel`` to find maxima: row_maxima, -inf, and magnitudes, 0.
+        With FIRST_PASS, for ``measure_kernel`` to find maxima: row_maxima, -inf, and nan_bits, 0.
     Grid:
         ``(R,)``.
     Flags:
@@ -253,12 +253,12 @@ def bracket_kernel(
     row, words = logits + index.to(tl.int64) * row_stride, words + index.to(tl.int64) * word_stride
     row_arrays = (row_masses, row_maxima, scales, top_ks, top_ps)
     brackets += index * BRACKET_FIELDS
-    searches = tl.load(pendings + index)
+    searches = tl.load(are_open + index)
     tl.store(brackets + WINNER_KEY, MASKED_KEY)
     if FIRST_PASS:
         tl.store(found + index, NO_WINNER)
         tl.store(row_maxima + index, float("-inf"))
-        tl.store(magnitudes + index, 0)
+        tl.store(nan_bits + index, 0)
     elif draws == 1:
         part = tl.arange(0, MAX_PARTS)
         winner = tl.max(tl.load(part_winners + index * num_parts + part, mask=part < num_parts, other=NO_WINNER))

@@ -24,7 +24,7 @@ from compiled_sampler.exact.triton.keys import (
     order_key,
     packed_key,
 )
-from compiled_sampler.exact.triton.race import has_raced
+from compiled_sampler.exact.triton.race import races_over_row
 from compiled_sampler.exact.triton.records import (
     BRACKET_FIELDS,
     BRACKET_FIRST,
@@ -223,7 +223,7 @@ def finish_kernel(
                 tl.load(firsts + index), tl.load(seconds + index), tl.load(thirds + index), tl.load(fourths + index)
             )  # fmt: skip
             above = tl.load(weight + WEIGHT_ABOVE)
-            raced = has_raced(top_k, vocab_size, LISTED_TOP_K)
+            raced = races_over_row(top_k, vocab_size, LISTED_TOP_K)
             parts = (part_winners + index * num_parts, num_parts, part_size, raced)
             finite_max = finite(row_max)
             noise_mask, min_p = tl.load(noise_masks + index), tl.load(min_ps + index)

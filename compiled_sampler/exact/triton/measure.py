@@ -196,7 +196,7 @@ def _measure(
 
 @kernel
 def measure_kernel(
-    logits, row_stride, words, word_stride, row_maxima, magnitudes, scales, top_ks, top_ps, brackets, sums, lists,
+    logits, row_stride, words, word_stride, row_maxima, nan_bits, scales, top_ks, top_ps, brackets, sums, lists,
     open_rows, num_rows, vocab_size, ALL_ROWS: tl.constexpr, FIRST_PASS: tl.constexpr, DEPTH: tl.constexpr,
     LANES: tl.constexpr, CAPACITY: tl.constexpr, STRIDE: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +208,7 @@ def measure_kernel(
     Writes:
         sums: all fields, on top of the zeros of ``bracket_kernel``.
         lists: int64 ``[R, STRIDE]``, entries in any order.
-        With FIRST_PASS also row_maxima, the largest logit, and magnitudes, ``nan_bits``.
+        With FIRST_PASS also row_maxima, the largest logit, and nan_bits, as ``maxima.nan_bits_of``.
     Grid:
         ``(n,)``, any number: each program takes as many tiles of DEPTH * LANES tokens, one after the other, which may
         be of several rows.
@@ -239,11 +239,11 @@ def measure_kernel(
             row_max = finite(tl.load(row_maxima + index))  # in the first pass not known yet, and not used
             scale, use_k = tl.load(scales + index), tl.load(top_ks + index) < vocab_size
             use_p = (tl.load(top_ps + index) < 1.0) & (not FIRST_PASS)
-            largest, magnitude = _measure(
+            largest, part_nan_bits = _measure(
                 row, words + index.to(tl.int64) * word_stride, brackets + index * BRACKET_FIELDS,
                 sums + index * SUM_FIELDS, list_of(lists, index, STRIDE), (row_max, scale, use_k, use_p), vocab_size,
                 start, tiles, DEPTH, LANES, CAPACITY, FIRST_PASS, MASKED,
             )  # fmt: skip
             if FIRST_PASS:
                 tl.atomic_max(row_maxima + index, key_float(order_key(largest)), sem="relaxed")  # 0 for -0
-                tl.atomic_max(magnitudes + index, magnitude, sem="relaxed")
+                tl.atomic_max(nan_bits + index, part_nan_bits, sem="relaxed")

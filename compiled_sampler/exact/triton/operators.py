@@ -1,21 +1,29 @@
 """The operators of the exact path on CUDA: thresholds, and winners of races under them, as torch defines them.
 
-The hand-written part of the library: fixed torch passes could neither stop early nor skip a row. Up to four kernels:
+The hand-written part of the library: fixed torch passes could neither stop early nor skip a row. An operator launches,
+in this order:
 
-1. ``race_kernel``, for a draw, lets rows race over all their tokens, in parts. Those that are sure to race did before
-   their candidates were known, in the same kernel, when it weighed every row.
-2. ``bracket_kernel`` is done with a row if a part of it proves that top-p keeps the winner (``winner.py``). For the
-   others, and where a threshold is wanted, it brackets the key of each filter's last token by a sample.
-3. ``measure_kernel`` reads the row once: the exact weight above either end of a bracket, and a list of what is inside,
-   and above it if that is little: then what comes after needs the list alone. And the mass behind the winner, which
-   decides where nothing was proven.
-4. ``finish_kernel``, for a draw, lets parts race again whose winners are dropped, or, where few tokens are kept, the
-   list (``winner.py``). A threshold it searches in the list, among keys that exist, and cuts ties by id; in the row
-   itself where the exact weights say that the key is outside, where one key fills the bracket, or where the list was
-   too short. A draw needs it there too, and under both filters.
+| operator | kernels |
+| --- | --- |
+| ``race_rows`` | race |
+| ``race_beyond_candidates`` | race, bracket, measure, finish |
+| ``race_top_k`` | bracket, measure, race, finish |
+| ``search_threshold`` | bracket, measure, finish |
 
-Without top-p nothing but the race needs a row's maximum: then the measuring pass is the first one, and finds it too.
-A draw reads masks beside the logits; a threshold is searched in a copy that has them.
+- ``race_kernel`` lets rows race over all their tokens, in parts. Those that are sure to race do in ``race_rows``,
+  before their candidates are known, when it weighs every row.
+- ``bracket_kernel`` closes a row if a part of it proves that top-p keeps the winner (``winner.py``). For the others,
+  and where a threshold is wanted, it brackets the key of each filter's last token by a sample.
+- ``measure_kernel`` reads the row once: the exact weight above either end of a bracket, and a list of what is inside,
+  and above it if that is little: then what comes after needs the list alone. And MASS_AFTER_WINNER, which decides
+  where nothing was proven.
+- ``finish_kernel``, for a draw, lets parts race again whose winners are dropped, or, where few tokens are kept, the
+  list (``winner.py``). A threshold it searches in the list, among keys that exist, and cuts ties by id; in the row
+  itself where the exact weights say that the key is outside, where one key fills the bracket, or where the list was
+  too short. A draw needs it there too, and under both filters.
+
+Without top-p, in ``race_top_k``, nothing but the race needs a row's maximum: then the measuring pass is the first one,
+and finds it too. A draw reads masks beside the logits; a threshold is searched in a copy that has them.
 
 Weights are integers, so programs and atomics may come in any order. They follow ``mass.py`` operation by operation; the
 launches turn FMA contraction off.
@@ -80,10 +88,10 @@ class Rows(NamedTuple):
 class Filters(NamedTuple):
     """What a search takes besides, ``[R]``, from ``threshold_from_candidates`` and the rows' parameters."""
 
-    pendings: Tensor
-    """bool."""
+    are_open: Tensor
+    """bool, ``Threshold.is_open``."""
     row_masses: Tensor
-    """int64."""
+    """int64; not read where no row has top-p."""
     top_ps: Tensor
     """float64."""
     base_is_row: bool
@@ -186,15 +194,15 @@ def launch_bracket(
     packed: Tensor,
     *,
     draws: bool,
-    magnitudes: Tensor | None = None,
+    nan_bits: Tensor | None = None,
 ) -> None:
-    """Bracket what is searched, and answer the other rows; with ``magnitudes`` before any other pass over the row."""
-    num_rows, is_first = rows.logits.shape[0], magnitudes is not None
+    """Bracket what is searched, and answer the other rows; with ``nan_bits`` before any other pass over the row."""
+    num_rows, is_first = rows.logits.shape[0], nan_bits is not None
     arguments = {"packed": packed, "num_parts": race.part_winners.shape[1], "draws": int(draws)}
     _launch(
         bracket_kernel,
         (num_rows,),
-        _arguments(rows, filters, race, search) | arguments | _or_unread(magnitudes, search),
+        _arguments(rows, filters, race, search) | arguments | _or_unread(nan_bits, search),
         {"FIRST_PASS": is_first, "BASE_IS_ROW": filters.base_is_row, "SAMPLE": _SAMPLE, "RUN": _RUN, "STEPS": _STEPS}
         | {"DEVIATIONS": _DEVIATIONS, "PIVOTS": _PIVOTS, "FEW": _FEW, "MAX_PARTS": _MOST_PARTS}
         | {"MAX_SAMPLES": _SAMPLES},
@@ -204,10 +212,10 @@ def launch_bracket(
 
 
 def launch_measure(
-    rows: Rows, filters: Filters, search: Search, *, draws: bool, magnitudes: Tensor | None = None
+    rows: Rows, filters: Filters, search: Search, *, draws: bool, nan_bits: Tensor | None = None
 ) -> None:
-    """Measure around the brackets, and list what is inside; ``magnitudes`` as ``launch_bracket``."""
-    num_rows, is_first = rows.logits.shape[0], magnitudes is not None
+    """Measure around the brackets, and list what is inside; ``nan_bits`` as ``launch_bracket``."""
+    num_rows, is_first = rows.logits.shape[0], nan_bits is not None
     num_tiles = num_rows * triton.cdiv(rows.vocab_size, _DEPTH * _LANES)
     programs, registers = (_PROGRAMS_OF_K, 64) if is_first else (_PROGRAMS, 72)  # for each thread, so that all do run
     if draws and not is_first and num_rows <= _FEW_ROWS:
@@ -215,7 +223,7 @@ def launch_measure(
     _launch(
         measure_kernel,
         (min(num_tiles, programs),),
-        _arguments(rows, filters, search) | _or_unread(magnitudes, search),
+        _arguments(rows, filters, search) | _or_unread(nan_bits, search),
         {"ALL_ROWS": is_first or not draws, "FIRST_PASS": is_first, "DEPTH": _DEPTH, "LANES": _LANES}
         | _list_size(rows),
         num_warps=_LANES // 32,
@@ -274,9 +282,9 @@ def _list_size(rows: Rows) -> dict[str, int]:
     return {"CAPACITY": list_capacity(*sizes), "STRIDE": list_stride(*sizes)}
 
 
-def _or_unread(magnitudes: Tensor | None, search: Search) -> dict[str, Tensor]:
-    """The argument ``magnitudes``; without any, something in its place that is not touched."""
-    return {"magnitudes": search.brackets if magnitudes is None else magnitudes}
+def _or_unread(nan_bits: Tensor | None, search: Search) -> dict[str, Tensor]:
+    """The argument ``nan_bits``; without any, something in its place that is not touched."""
+    return {"nan_bits": search.brackets if nan_bits is None else nan_bits}
 
 
 def _group(top_ks: Tensor, *, weighs: bool = False, seldom: bool = False) -> int:
@@ -289,7 +297,7 @@ def _group(top_ks: Tensor, *, weighs: bool = False, seldom: bool = False) -> int
 def search_threshold(
     logits: Tensor,
     packed: Tensor,
-    pending: Tensor,
+    is_open: Tensor,
     row_mass: Tensor,
     row_max: Tensor,
     scale: Tensor,
@@ -298,9 +306,9 @@ def search_threshold(
     vocab_size: int,
     base_is_row: bool,
 ) -> Tensor:
-    """The threshold of every row, searching the pending ones; arguments as ``threshold.search_threshold``."""
+    """The threshold of every row, searching the open ones; arguments as ``threshold.search_threshold``."""
     rows = Rows(logits, row_max, scale, top_k, vocab_size)
-    filters, search = Filters(pending, row_mass, top_p, base_is_row), empty_search(top_k, vocab_size)
+    filters, search = Filters(is_open, row_mass, top_p, base_is_row), empty_search(top_k, vocab_size)
     unread = search.brackets  # without a race
     race = Race(unread, row_max, [unread] * 4, packed[:, None], 1)
     launch_bracket(rows, filters, race, search, packed, draws=False)
@@ -313,7 +321,7 @@ def search_threshold(
 def race_beyond_candidates(
     logits: Tensor,
     packed: Tensor,
-    pending: Tensor,
+    is_open: Tensor,
     beyond: Tensor,
     row_mass: Tensor,
     row_max: Tensor,
@@ -330,8 +338,10 @@ def race_beyond_candidates(
 ) -> Tensor:
     """The winner of every row that races, int64 ``[R, 1]``; arguments as ``row_race.race_beyond_candidates``."""
     rows = Rows(logits, row_max, scale, top_k, vocab_size, words)
-    filters, search = Filters(pending, row_mass, top_p, base_is_row), empty_search(top_k, vocab_size)
-    race = Race(noise_mask, min_p_log2, keys, torch.empty_like(raced), part_tiles(vocab_size, raced.shape[0]))
+    filters, search = Filters(is_open, row_mass, top_p, base_is_row), empty_search(top_k, vocab_size)
+    part_winners, tiles = empty_parts(top_k, vocab_size, weighs=True)  # the parts of race_rows, which raced before
+    assert raced.shape == part_winners.shape
+    race = Race(noise_mask, min_p_log2, keys, part_winners, tiles)
     launch_race(rows, race, beyond, search.open_rows, searched=True, raced=raced)
     launch_bracket(rows, filters, race, search, packed, draws=True)
     launch_measure(rows, filters, search, draws=True)
@@ -353,16 +363,16 @@ def race_top_k(
     vocab_size: int,
 ) -> tuple[Tensor, Tensor]:
     """The winner of every row and its ``nan_bits``, ``[R, 1]`` each; arguments as ``row_race.race_top_k``."""
-    row_max, magnitudes = torch.empty_like(scale), torch.empty_like(noise_mask)
+    row_max, nan_bits = torch.empty_like(scale), torch.empty_like(noise_mask)
     rows = Rows(logits, row_max, scale, top_k, vocab_size, words)
-    filters = Filters(live, top_k, top_p, False)  # without top-p no mass is read
+    filters = Filters(live, row_masses=top_k, top_ps=top_p, base_is_row=False)  # masses are not read
     search = empty_search(top_k, vocab_size)
     race = Race(noise_mask, min_p_log2, keys, *empty_parts(top_k, vocab_size, weighs=False))
-    launch_bracket(rows, filters, race, search, top_k, draws=True, magnitudes=magnitudes)
-    launch_measure(rows, filters, search, draws=True, magnitudes=magnitudes)
+    launch_bracket(rows, filters, race, search, top_k, draws=True, nan_bits=nan_bits)
+    launch_measure(rows, filters, search, draws=True, nan_bits=nan_bits)
     launch_race(rows, race, live, search.open_rows, searched=True)
     launch_finish(rows, filters, race, search, draws=True)
-    return search.found[:, None], magnitudes[:, None]
+    return search.found[:, None], nan_bits[:, None]
 
 
 @triton_op("compiled_sampler::race_rows", mutates_args=())

@@ -103,8 +103,8 @@ _BITS_OF_128 = tl.constexpr(0x43000000)
 
 
 @triton.jit
-def has_raced(top_k, vocab_size, LISTED_TOP_K: tl.constexpr):
-    """Whether a row races before its threshold is known: not where top-k keeps few tokens, which a list will hold."""
+def races_over_row(top_k, vocab_size, LISTED_TOP_K: tl.constexpr):
+    """Whether a row races over all its tokens: not where top-k keeps few, which a list will hold."""
     return (top_k >= vocab_size) | (top_k > LISTED_TOP_K)
 
 
@@ -207,7 +207,7 @@ def _mass_of_part(
 @triton.jit
 def _races(known, beyond, top_k, vocab_size, LISTED_TOP_K: tl.constexpr):
     """Whether rows race that may have a winner already, of an earlier race."""
-    return (known == NO_WINNER) & beyond & has_raced(top_k, vocab_size, LISTED_TOP_K)
+    return (known == NO_WINNER) & beyond & races_over_row(top_k, vocab_size, LISTED_TOP_K)
 
 
 @triton.jit

@@ -22,8 +22,8 @@ from compiled_sampler.exact.triton.keys import order_key
 BRACKET_FIRST, BRACKET_LAST = tl.constexpr(0), tl.constexpr(1)
 TOP_K_BRACKET, TOP_P_BRACKET = tl.constexpr(0), tl.constexpr(2)
 FEW_ABOVE = tl.constexpr(4)  # 1 where the list also holds what is above the bracket, as that is little
-IS_OPEN = tl.constexpr(5)  # 1 where the row is searched, or its winner may be another
-WINNER_KEY = tl.constexpr(6)  # order key of the winner of a race, if the mass from it on decides; else MASKED_KEY
+IS_OPEN = tl.constexpr(5)  # 1 where the row is still open: no part of it has proven that its winner is kept
+WINNER_KEY = tl.constexpr(6)  # order key of the winner of a race, if MASS_AFTER_WINNER decides; else MASKED_KEY
 BRACKET_FIELDS = tl.constexpr(8)
 
 # Fields of int64 sums. A filter's are the exact weight above its bracket, and with the bracket, at WEIGHT_ABOVE and
@@ -33,7 +33,9 @@ TOP_K_TOKENS = tl.constexpr(0)
 TOP_K_MASS_ABOVE = tl.constexpr(2)  # above top-k's bracket, where top-p is measured on what top-k keeps
 TOP_P_MASS = tl.constexpr(3)
 LIST_SIZE = tl.constexpr(5)  # tokens listed, also those for which there was no room
-MASS_AFTER_WINNER = tl.constexpr(6)  # of the tokens with smaller logits than the winner of the race
+# Of the tokens with smaller logits than the winner of the race. Without the winner and its ties it is at most the mass
+# from the winner on, by which top-p decides: a winner that it keeps is kept, one that it drops may be.
+MASS_AFTER_WINNER = tl.constexpr(6)
 SUM_FIELDS = tl.constexpr(8)
 
 SPARE = tl.constexpr(lists.SPARE)

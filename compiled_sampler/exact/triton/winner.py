@@ -94,7 +94,7 @@ def is_open(
         winner: int64, packed (score key, id).
         parameters: ``(row_mass, row_max, scale, top_k, top_p)``: where top_k is below V there is no proof, and where
             it is not, top_p is below 1.
-        place: where to leave the winner's order key, int32; the mass from it on decides what is not proven.
+        place: where to leave the winner's order key, int32; what is not proven MASS_AFTER_WINNER decides.
         vocab_size: V.
         SAMPLE: tokens of a sample.
         RUN: neighbours in it.

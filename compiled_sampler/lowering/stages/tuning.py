@@ -34,7 +34,7 @@ from compiled_sampler.exact.row_race import (
 )
 from compiled_sampler.exact.threshold import (
     block_masses,
-    bound_row_mass,
+    flag_exceeding_rows,
     row_masses,
     search_threshold,
     search_threshold_on_cpu,
@@ -318,7 +318,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     with_digit: StageTuning(tile=Tile(2048, 8, 1)),
     # exact/threshold.py
     block_masses: StageTuning(tile_of_one_row=Tile(512, 2), overlap_rows=SMALL_ROWS),
-    bound_row_mass: StageTuning(tile=Tile(4096, 8), overlap_rows=ALWAYS, shared_by_row_classes=True),
+    flag_exceeding_rows: StageTuning(tile=Tile(4096, 8), overlap_rows=ALWAYS, shared_by_row_classes=True),
     row_masses: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
     threshold_from_candidates: StageTuning(tile=_TWO_ROWS, shared_by_row_classes=True),
     threshold_without_candidates: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, shared_by_row_classes=True),

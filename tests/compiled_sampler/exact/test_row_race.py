@@ -180,18 +180,18 @@ def test_rows_that_drop_their_winner_are_searched_and_hardly_others(vocab_size, 
         inputs.logits, rows, base
     )
     drops &= winners >= 0
-    raced = known.is_unknown & (winners >= 0)
+    raced = known.is_open & (winners >= 0)
     decided = measured_on_row(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base == "all")
-    assert not (found.is_unknown & ~known.is_unknown).any()
-    assert found.is_unknown[raced & drops].all()
-    assert not found.is_unknown[raced & decided & ~drops].any()
+    assert not (found.is_open & ~known.is_open).any()
+    assert found.is_open[raced & drops].all()
+    assert not found.is_open[raced & decided & ~drops].any()
     assert calls[search_threshold_on_cpu][0][1] is found
     assert (raced & drops).any()
-    assert (raced & ~found.is_unknown).any()
-    assert (found.packed[known.is_unknown] == KEEP_ALL).all()
-    assert torch.equal(found.packed[~known.is_unknown], known.packed[~known.is_unknown])
+    assert (raced & ~found.is_open).any()
+    assert (found.packed[known.is_open] == KEEP_ALL).all()
+    assert torch.equal(found.packed[~known.is_open], known.packed[~known.is_open])
     if name == "full" and base == "top_k" and vocab_size >= 600:
-        assert (raced & ~decided & ~found.is_unknown).any()  # the candidates stand in for the base
+        assert (raced & ~decided & ~found.is_open).any()  # the candidates stand in for the base
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -236,12 +236,12 @@ def test_stages_are_run_only_where_a_row_asks_for_them(generator):
 )
 def test_limits_are_exact(top_k, top_p, kept):
     """Three tokens of weight 1 before the winner, of four in the row."""
-    is_unknown = torch.tensor([True])
+    is_open = torch.tensor([True])
     rows = gather_rows(entries_of(SamplingParams(seed=1, top_k=top_k, top_p=top_p)), stream=TARGET)
-    known = Threshold(torch.tensor([0]), is_unknown, is_unknown, torch.tensor([4]))
+    known = Threshold(torch.tensor([0]), is_open, is_open, torch.tensor([4]))
     before = MassBefore(torch.tensor([[1, 2]]), torch.tensor([[3, 0]]))
     found = recheck_winners(None, known, before, rows, vocab_size=9, base_is_row=True)
-    assert found.is_unknown.tolist() == [not kept]
+    assert found.is_open.tolist() == [not kept]
 
 
 def entries_of(params: SamplingParams) -> RowSlots:

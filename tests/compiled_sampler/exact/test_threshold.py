@@ -12,9 +12,9 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import order_key, pack, row_logits
 from compiled_sampler.core.rows import RowParams, RowSlots
 from compiled_sampler.exact.threshold import (
-    WeighedRows,
+    FlaggedRows,
     block_masses,
-    bound_row_mass,
+    flag_exceeding_rows,
     row_masses,
     search_threshold,
     threshold_from_candidates,
@@ -54,17 +54,17 @@ def thresholds(
     ordered = ordered_candidates(
         schedule_for(full_mode(vocab_size, base), logits.shape[0], logits.device), logits, blocks
     )
-    weighed, row_mass = weighed_rows(logits, blocks, row_slots)
+    flagged, row_mass = flagged_rows(logits, blocks, row_slots)
     static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
-    known = threshold_from_candidates(ordered, weighed.rows, row_mass, **static)
-    assert not (weighed.exceeds_candidates & ~known.beyond_candidates).any()
-    return search_threshold(logits, known, weighed.row_max, weighed.rows, **static), known.is_unknown, weighed.rows
+    known = threshold_from_candidates(ordered, flagged.rows, row_mass, **static)
+    assert not (flagged.exceeds_candidates & ~known.beyond_candidates).any()
+    return search_threshold(logits, known, flagged.row_max, flagged.rows, **static), known.is_open, flagged.rows
 
 
-def weighed_rows(logits: torch.Tensor, keys: torch.Tensor, row_slots: RowSlots) -> tuple[WeighedRows, torch.Tensor]:
+def flagged_rows(logits: torch.Tensor, keys: torch.Tensor, row_slots: RowSlots) -> tuple[FlaggedRows, torch.Tensor]:
     cut = {"vocab_size": logits.shape[1]}
-    weighed = bound_row_mass(keys, row_slots, **cut, capacity=CAPACITIES[-1], stream=TARGET)
-    return weighed, row_masses(block_masses(logits, weighed.row_max, weighed.rows.scale, **cut, block=64))
+    flagged = flag_exceeding_rows(keys, row_slots, **cut, capacity=CAPACITIES[-1], stream=TARGET)
+    return flagged, row_masses(block_masses(logits, flagged.row_max, flagged.rows.scale, **cut, block=64))
 
 
 def kept_ids(logits: torch.Tensor, threshold: torch.Tensor) -> list[list[int]]:
@@ -95,22 +95,22 @@ def test_thresholds_are_the_oracles(vocab_size, scale, base, generator):
 @pytest.mark.parametrize("vocab_size", [64, 600, 5000])
 def test_known_thresholds_are_those_of_the_sort(vocab_size, base, generator):
     logits = 3.0 * torch.randn(len(FILTERS), vocab_size, generator=generator).to(torch.bfloat16).float()
-    found, is_unknown, rows = thresholds(logits, FILTERS, base)
+    found, is_open, rows = thresholds(logits, FILTERS, base)
     parameters = (rows.scale, rows.top_k, rows.top_p)
     wanted = reference.threshold(logits, *parameters, vocab_size=vocab_size, base_is_row=base == "all")
-    wide = is_unknown | (rows.min_p_log2 == -math.inf)
+    wide = is_open | (rows.min_p_log2 == -math.inf)
     wanted = torch.where((rows.top_k >= vocab_size) & (rows.top_p >= 1.0), KEEP_ALL, wanted)
     assert torch.equal(found[wide], wanted[wide])
 
 
 def test_only_rows_that_need_it_are_searched(generator):
     logits = torch.randn(len(FILTERS), 5000, generator=generator)
-    _, is_unknown, _ = thresholds(logits, FILTERS, "top_k")
-    assert is_unknown.tolist() == [False, False, True, True, True, True, True, False]
+    _, is_open, _ = thresholds(logits, FILTERS, "top_k")
+    assert is_open.tolist() == [False, False, True, True, True, True, True, False]
     peaked = torch.zeros(len(FILTERS), 5000)
     peaked[:, 17] = 30.0
-    _, is_unknown, _ = thresholds(peaked, FILTERS, "top_k")
-    assert is_unknown.tolist() == [False, False, True, False, False, True, True, False]
+    _, is_open, _ = thresholds(peaked, FILTERS, "top_k")
+    assert is_open.tolist() == [False, False, True, False, False, True, True, False]
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -119,8 +119,8 @@ def test_a_search_among_the_first_tokens_ends_where_sorting_the_row_does(base, g
     logits[3] = 1.0
     filters = [(40_000, 0.3), (40_000, 0.999), (3000, 1.0), (3000, 0.999), (39_000, 0.9), (33_000, 0.5)]
     params = [SamplingParams(seed=1, top_k=k, top_p=p, temperature=2.0) for k, p in filters]
-    found, is_unknown, rows = thresholds(logits, params, base)
-    assert is_unknown.all()
+    found, is_open, rows = thresholds(logits, params, base)
+    assert is_open.all()
     static = {"vocab_size": 40_000, "base_is_row": base == "all"}
     assert torch.equal(found, reference.threshold(logits, rows.scale, rows.top_k, rows.top_p, **static))
 
@@ -130,10 +130,10 @@ def test_padding_rows_are_never_searched(generator):
     inputs = sample_inputs(logits, [SamplingParams(seed=1, top_p=0.99)] * 2)
     row_slots = RowSlots(inputs.table, torch.tensor([-1, 0]), inputs.positions)
     blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
-    weighed, row_mass = weighed_rows(logits, blocks, row_slots)
+    flagged, row_mass = flagged_rows(logits, blocks, row_slots)
     ordered = ordered_candidates(schedule_for(full_mode(20_000), 2, logits.device), logits, blocks)
-    known = threshold_from_candidates(ordered, weighed.rows, row_mass, vocab_size=20_000, base_is_row=False)
-    assert known.is_unknown.tolist() == weighed.exceeds_candidates.tolist() == [False, True]
+    known = threshold_from_candidates(ordered, flagged.rows, row_mass, vocab_size=20_000, base_is_row=False)
+    assert known.is_open.tolist() == flagged.exceeds_candidates.tolist() == [False, True]
 
 
 def test_rows_that_are_sure_to_outgrow_their_candidates_are_flat_and_filtered_by_top_p_alone(generator):
@@ -145,8 +145,8 @@ def test_rows_that_are_sure_to_outgrow_their_candidates_are_flat_and_filtered_by
     inputs = sample_inputs(logits, params)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
     blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
-    weighed, _ = weighed_rows(logits, blocks, row_slots)
-    assert weighed.exceeds_candidates.tolist() == [True, True, False, False, False, False, True, False, False, False]
+    flagged, _ = flagged_rows(logits, blocks, row_slots)
+    assert flagged.exceeds_candidates.tolist() == [True, True, False, False, False, False, True, False, False, False]
 
 
 @pytest.mark.parametrize("block", [1, 64, 1000, 8192])

@@ -74,7 +74,7 @@ def every_launch() -> Iterator[Launch]:
             for each in (torch.int64, torch.int32, torch.float32, torch.float64, torch.bool)
         )
         words = torch.empty(num_rows, -(-V // 32), dtype=torch.int32, device="meta")
-        noise, raced = (int32, float32, [int32] * 4), torch.empty(num_rows, 12, dtype=torch.int64, device="meta")
+        noise, (raced, _) = (int32, float32, [int32] * 4), operators.empty_parts(int64, V, weighs=True)
         search = (int64, true, int64, float32, float32, int64, float64)
         draw = (int64, true, true, int64, float32, float32, int64, float64, *noise, raced)
         rows = (true, float32, float32, int64, *noise)

@@ -268,7 +268,7 @@ def differing_under_top_p(vocab_size: int, device: str, *, is_control: bool = Fa
             winners, _ = won_in_full(*there, vocab_size, there[0].known.beyond_candidates)
         search = {name: getattr(kept[0], name).cpu()[:, list(fields)] for name, fields in UNDER_TOP_P.items()}
         found.append({"winners": winners.cpu(), **search})
-    differ = {name: (each != found[1][name]).any(-1) & race.known.is_unknown for name, each in found[0].items()}
+    differ = {name: (each != found[1][name]).any(-1) & race.known.is_open for name, each in found[0].items()}
     return {name: each.nonzero().flatten().tolist() for name, each in differ.items()}
 
 

@@ -82,7 +82,7 @@ def differing_rows(
 ) -> list[int]:
     """Rows where the search and the sort disagree, or that were touched without need.
 
-    Any threshold serves a row without a token that can be drawn; it counts only where the row is not pending.
+    Any threshold serves a row without a token that can be drawn; it counts only where the row is not open.
 
     Args:
         vocab_size: V.
@@ -95,37 +95,37 @@ def differing_rows(
     logits, (scale, top_k, top_p) = rows_of_every_kind(vocab_size, dtype, list(LAUNCHES).index(launch))
     if device == "cpu" and dtype == "bfloat16":
         logits[logits.abs() < 2.0**-126] = 0.0  # the interpreter misreads bfloat16 denormals
-    pending = (top_k < vocab_size) | (top_p < 1.0)
-    pending[3::5] = False
+    is_open = (top_k < vocab_size) | (top_p < 1.0)
+    is_open[3::5] = False
     parameters = (scale, top_k, top_p)
     drawable = (logits[:, :vocab_size] > -torch.inf).any(-1)
     launches = importlib.import_module("compiled_sampler.exact.triton.operators")
     with ExitStack() as changed:
         for name, value in LAUNCHES[launch].items():
             changed.enter_context(mock.patch.object(launches, name, value))
-        differs = searched_otherwise(logits, pending, parameters, vocab_size, base_is_row, device, wrong)
-    return (differs & (drawable | ~pending)).nonzero().flatten().tolist()
+        differs = searched_otherwise(logits, is_open, parameters, vocab_size, base_is_row, device, wrong)
+    return (differs & (drawable | ~is_open)).nonzero().flatten().tolist()
 
 
 def searched_otherwise(
     logits: Tensor,
-    pending: Tensor,
+    is_open: Tensor,
     parameters: tuple[Tensor, ...],
     vocab_size: int,
     base_is_row: bool,
     device: str,
     wrong: int = 0,
 ) -> Tensor:
-    """True where the search of pending rows and the sort disagree, or another row was touched: bool ``[R]``."""
+    """True where the search of open rows and the sort disagree, or another row was touched: bool ``[R]``."""
     scale, top_k, top_p = parameters
     packed = torch.arange(len(logits)) * 10**12 - 5 * 10**12
     wanted = reference.threshold(logits, scale, top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
     row_max = key_float(order_key(row_logits(logits, vocab_size)).amax(-1))
     row_mass = exp2_mass(scaled_logits(row_logits(logits, vocab_size), row_max[:, None], scale[:, None])).sum(-1)
-    tensors = (logits, packed, pending, row_mass, row_max, scale, top_k, top_p * 2.0**-wrong)
+    tensors = (logits, packed, is_open, row_mass, row_max, scale, top_k, top_p * 2.0**-wrong)
     search = importlib.import_module("compiled_sampler.exact.triton.operators").search_threshold
     found = search(*(each.to(device) for each in tensors), vocab_size, base_is_row).cpu()
-    return found != torch.where(pending, wanted, packed)
+    return found != torch.where(is_open, wanted, packed)
 
 
 def adversarial_rows(device: str) -> list[int]:
@@ -147,8 +147,8 @@ def adversarial_rows(device: str) -> list[int]:
     top_k = torch.full((16,), vocab_size)
     top_k[5::2] = torch.tensor([3000, 700, 2000, 15_000, 4000, 9000])
     parameters = (torch.full((16,), 1.442695), top_k, top_p)
-    pending = torch.ones(16, dtype=torch.bool)
-    rows = [searched_otherwise(logits, pending, parameters, vocab_size, base, device) for base in (False, True)]
+    is_open = torch.ones(16, dtype=torch.bool)
+    rows = [searched_otherwise(logits, is_open, parameters, vocab_size, base, device) for base in (False, True)]
     return (rows[0] | rows[1]).nonzero().flatten().tolist()
 
 

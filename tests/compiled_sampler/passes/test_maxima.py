@@ -13,9 +13,9 @@ from compiled_sampler.passes.maxima import (
     first_token,
     largest_in_each,
     largest_logit,
-    largest_magnitude,
     order_maxima,
     order_maxima_of,
+    row_nan_bits,
 )
 from compiled_sampler.passes.race import draw_from_blocks, race_maxima
 from tests.builders.inputs import slot_table
@@ -66,12 +66,12 @@ def test_blocks_hold_their_largest_key_its_first_token_and_whether_there_is_a_na
     x = hard_blocks(78, block, dtype).view(3, 26 * block)
     vocab_size = 26 * block - left_out
     found = order_maxima(x, vocab_size=vocab_size, **reduction(block, by_bits), names=True)
-    for row, keys, magnitudes, ids in zip(x, found.keys, found.magnitudes, found.token_ids, strict=True):
+    for row, keys, nan_bits, ids in zip(x, found.keys, found.nan_bits, found.token_ids, strict=True):
         parts = row[:vocab_size].to(torch.float32).split(block)
         wanted = [order_key(part) for part in parts]
         assert keys.tolist() == [key.max().item() for key in wanted]
         assert ids.tolist() == [i * block + key.tolist().index(key.max().item()) for i, key in enumerate(wanted)]
-        assert (magnitudes > POSITIVE_INFINITY_KEY).tolist() == [part.isnan().any().item() for part in parts]
+        assert (nan_bits > POSITIVE_INFINITY_KEY).tolist() == [part.isnan().any().item() for part in parts]
 
 
 @pytest.mark.parametrize("by_bits", [False, True])
@@ -124,15 +124,15 @@ def test_blocks_of_some_rows_hold_what_blocks_of_all_do(vocab_size, by_bits):
     assert torch.equal(some.token_ids[:, whole], every.token_ids[row_ids][:, whole])
     assert torch.equal(some.keys.amax(-1), every.keys[row_ids].amax(-1))
     assert torch.equal(
-        (some.magnitudes > POSITIVE_INFINITY_KEY).any(-1), (every.magnitudes[row_ids] > POSITIVE_INFINITY_KEY).any(-1)
+        (some.nan_bits > POSITIVE_INFINITY_KEY).any(-1), (every.nan_bits[row_ids] > POSITIVE_INFINITY_KEY).any(-1)
     )
 
 
 @pytest.mark.parametrize("count", [1, 5, 63, 64, 65, 127, 128, 2374])
 def test_one_of_many_magnitudes_is_found_wherever_it_stands(count):
-    magnitudes = torch.eye(count, dtype=torch.int32)
-    assert largest_magnitude(magnitudes, 64).tolist() == [1] * count
-    assert largest_magnitude(torch.zeros_like(magnitudes), 64).tolist() == [0] * count
+    nan_bits = torch.eye(count, dtype=torch.int32)
+    assert row_nan_bits(nan_bits, 64).tolist() == [1] * count
+    assert row_nan_bits(torch.zeros_like(nan_bits), 64).tolist() == [0] * count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -37,7 +37,7 @@ PINNED = {
     "min_p": f"gather_rows 1, {BOUNDED}",
     "top_k_top_p[64]": f"{CHOSEN}, draw_from_unordered_candidates 1",
     "top_k": "gather_rows 1, race_top_k opaque, draw_from_winners 1",
-    "full": f"{ORDERED_BESIDE_A_PASS}, bound_row_mass 1, race_and_weigh opaque, row_masses 1, "
+    "full": f"{ORDERED_BESIDE_A_PASS}, flag_exceeding_rows 1, race_and_weigh opaque, row_masses 1, "
     "threshold_from_candidates 1, race_beyond_candidates opaque, draw_from_candidates_and_winners 1",
 }
 SCORED = "race_maxima 1, draw_from_blocks 1"
