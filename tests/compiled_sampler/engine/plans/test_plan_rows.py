@@ -83,13 +83,13 @@ def test_steps_get_numbers_laid_out_as_at_warmup(monkeypatch, largest):
     sampler = Sampler(V, 4, backend="eager", buckets=[largest])
     slots = [sampler.add_request(REQUESTS["greedy"]) for _ in range(4)]
     seen: list[Tensor] = []
-    prepared = StepRunner.prepared
+    resolve = StepRunner.resolve
 
     def watched(runner: StepRunner, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         seen.extend(tensor for name, tensor in tensors.items() if name in ("positions", "offsets"))
-        return prepared(runner, step, plan, tensors, out)
+        return resolve(runner, step, plan, tensors, out)
 
-    monkeypatch.setattr(StepRunner, "prepared", watched)
+    monkeypatch.setattr(StepRunner, "resolve", watched)
     for count in (1, 3, 4):
         sampler.probs(sampler.plan(slots[:count]), rows_of(count))
         sampler.draft(sampler.plan(slots[:count]), rows_of(count), torch.arange(count), False, offset=1)
