@@ -123,9 +123,10 @@ class HostInput(InputBuffer):
             numbers = numbers[:size]
         if numbers == self._held and bucket <= self._filled:
             return
+        self._held = None  # until all is written: an interrupt may come between
+        self._mirror.note(self._start, self._start + 2 * bucket)
         self._here[:size] = numbers
         self._here[size:end] = self._fills[size:end]
-        self._mirror.note(self._start, self._start + 2 * bucket)
         self._held, self._filled = numbers, bucket
         if self._num_dirty <= bucket:
             self._num_dirty = rows

@@ -128,6 +128,21 @@ def test_a_replay_that_fails_moves_nothing(served: Served) -> None:
         assert served.run(first)
 
 
+def test_an_interrupt_while_numbers_are_written_moves_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupting:
+        def __getitem__(self, part: slice) -> bytes:
+            raise KeyboardInterrupt
+
+    first = batch(3)
+    assert served.run(first)
+    with monkeypatch.context() as patched:
+        patched.setattr(served.cache._statics.owned("shift"), "_fills", Interrupting())
+        with pytest.raises(KeyboardInterrupt):
+            served.run(batch(3))
+    served.change(1, 4)  # brings what was written of the others
+    assert served.run(first)
+
+
 def test_two_inputs_of_the_host_are_each_as_they_were_brought() -> None:
     def shifted(logits: Tensor, scale: Tensor, shift: Tensor, second: Tensor) -> Scores:
         return Spied()(logits, scale, shift + second)
