@@ -139,7 +139,9 @@ def test_an_interrupt_while_numbers_are_written_moves_nothing(served: Served, mo
         patched.setattr(served.cache._statics.owned("shift"), "_fills", Interrupting())
         with pytest.raises(KeyboardInterrupt):
             served.run(batch(3))
-    served.change(1, 4)  # brings what was written of the others
+    behind = served.mirror.take(2)
+    served.mirror.note(behind, behind + 2)
+    served.change(1, 4)  # an upload of both brings what lies between
     assert served.run(first)
 
 
