@@ -156,9 +156,9 @@ def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, word
         ("draft_counts", [0, K + 1, 0, 0], rf"must be in \[-1, {K}\], got {K + 1} at 1; pass as many columns"),
         ("draft_counts", [2**62, 2**62, 0, 0], rf"must be in \[-1, {MOST_DRAFTS}\], got {2**62} at 0"),
         ("draft_counts", [K, -1, 0, 0], "must be >= 0 for requests, got -1 at 1; -1 is for slots of -1"),
-        ("draft_counts", [K, K, 0, 0], "must take 8 rows at most, got 10; plan"),
+        ("draft_counts", [K, K - 1, 0, 0], "must take 8 rows at most, got 9; plan"),
         ("cumulative_drafts", [1, 0, 1, 1], rf"as differences, must be in \[0, {MOST_DRAFTS}\], got -1 at 1"),
-        ("cumulative_drafts", [K, 2 * K, 2 * K, 2 * K], "as differences, must take 8 rows at most, got 10; plan"),
+        ("cumulative_drafts", [K, K + 2, K + 2, K + 2], "as differences, must take 8 rows at most, got 9; plan"),
     ],
 )
 def test_numbers_out_of_range_are_refused_on_the_cpu(name, numbers, words):
