@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.filters import base_2_logits
 from compiled_sampler.core.stage import call
 from compiled_sampler.functional import probs as law_of
 from compiled_sampler.functional import sample
 from compiled_sampler.integrations import flashinfer
+from compiled_sampler.integrations.flashinfer import base_2_logits
 from tests.oracles.goodness_of_fit import accept, chi_square, detects, independence
 
 V, ROWS, DRAWS = 12, 4, 40_000

@@ -4,8 +4,9 @@ import math
 
 import torch
 
-from compiled_sampler.core.filters import base_2_logits, keep_first, keep_nucleus, renormalised, seeds_of_rows
 from compiled_sampler.core.noise import philox_4x32_10
+from compiled_sampler.integrations.flashinfer import base_2_logits, keep_first, keep_nucleus, renormalised
+from compiled_sampler.integrations.flashinfer_noise import seeds_of_rows
 
 
 def test_logarithms_are_rounded_once_and_keep_the_order(generator):
