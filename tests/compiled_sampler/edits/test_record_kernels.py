@@ -9,9 +9,8 @@ from compiled_sampler import Sampler
 from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.stops import are_ends
 from compiled_sampler.edits.written import record_drafts, record_draws, record_ends
-from tests.for_a_gpu import for_a_gpu
 from tests.tiers import tiers
-from tools.kernels.launches import FALLBACK, generated, listed
+from tools.kernels.launches import FALLBACK, for_a_gpu, generated, listed
 
 ROWS, WIDTH, V = 8, 3, 1000
 

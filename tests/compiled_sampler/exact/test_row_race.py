@@ -13,7 +13,7 @@ from compiled_sampler.passes.race import draw_from_blocks, race_maxima
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import BASES, full_mode, sample_inputs
 from tests.builders.sampler import same
-from tests.for_a_gpu import for_a_gpu
+from tools.kernels.launches import for_a_gpu
 
 FILTERS = [
     SamplingParams(seed=seed, **filters)

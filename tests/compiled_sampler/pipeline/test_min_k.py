@@ -15,9 +15,9 @@ from compiled_sampler.passes.cliff import cliff_logit, descending, first_steepes
 from compiled_sampler.pipeline.schedule import row_bytes
 from tests.builders.filters import filtered_by_hand, filtered_by_stages, hard_rows, same_bits
 from tests.chunked import chunks_of
-from tests.for_a_gpu import for_a_gpu
 from tests.oracles import oracle_filters
 from tools.bench.memory import scratch_bytes
+from tools.kernels.launches import for_a_gpu
 
 MOST_RANKS = 2**22 - 1
 

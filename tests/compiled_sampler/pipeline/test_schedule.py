@@ -5,7 +5,8 @@ import torch
 
 from compiled_sampler.pipeline.schedule import schedule_for, warmup_batches
 from tests.builders.inputs import modes_by_name
-from tests.for_a_gpu import for_a_gpu, gpu_schedule
+from tests.for_a_gpu import gpu_schedule
+from tools.kernels.launches import for_a_gpu
 
 V = 1000
 

@@ -12,7 +12,7 @@ from compiled_sampler.modes import PROPOSALS
 from compiled_sampler.params import SamplingParams
 from tests.builders.inputs import mode_table, slot_table
 from tests.compiled_sampler.speculation.test_rules import V, ragged, same, verify
-from tests.for_a_gpu import for_a_gpu
+from tools.kernels.launches import for_a_gpu
 
 FREE = [
     SamplingParams(seed=3),

@@ -11,10 +11,9 @@ import torch
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering.stages.tuning import TUNING
 from compiled_sampler.modes import Verification
-from tests.for_a_gpu import for_a_gpu
 from tests.tiers import tiers
 from tools.kernels.generated_code import hasty
-from tools.kernels.launches import Generated, Known, generated
+from tools.kernels.launches import Generated, Known, for_a_gpu, generated
 from tools.kernels.steps import REQUESTS, step_of
 
 V = 151_936
@@ -40,7 +39,7 @@ LOGPROBS_ON_A_GPU = [each for each in LOGPROBS if each[0] in ("no_filter", "top_
 
 @pytest.fixture
 def as_on_a_gpu() -> Iterator[None]:
-    """As ``tests.for_a_gpu``."""
+    """As ``for_a_gpu``."""
     with for_a_gpu():
         yield
 

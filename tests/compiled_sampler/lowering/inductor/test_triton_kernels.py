@@ -12,8 +12,7 @@ from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import race_maxima
 from tests.builders.inputs import slot_table
-from tests.for_a_gpu import for_a_gpu
-from tools.kernels.launches import generated
+from tools.kernels.launches import for_a_gpu, generated
 
 WAIT, LAUNCH = "    tl.extra.cuda.gdc_wait()", "    tl.extra.cuda.gdc_launch_dependents()"
 
