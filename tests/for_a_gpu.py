@@ -1,31 +1,13 @@
-"""Code for a GPU on a machine without one."""
+"""Schedules and tilings of a GPU on a machine without one."""
 
 import dataclasses
 import re
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from unittest import mock
 
 import torch
-from torch._inductor import config
-from torch._inductor.codegen.triton import TritonKernel
 
-from compiled_sampler.lowering.compiling import stage_code
-from compiled_sampler.lowering.stages import tuning
 from compiled_sampler.modes import Mode
-from compiled_sampler.pipeline import schedule
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
-
-
-@contextmanager
-def for_a_gpu() -> Iterator[None]:
-    """Steps follow a GPU's schedule on the CPU, and Inductor does not ask a GPU whether kernels may start early."""
-    with ExitStack() as stack:
-        for module in (schedule, stage_code, tuning):
-            stack.enter_context(mock.patch.object(module, "is_gpu", return_value=True))
-        overlaps = staticmethod(lambda: config.triton.enable_pdl)
-        stack.enter_context(mock.patch.object(TritonKernel, "_enable_pdl_codegen", overlaps))
-        yield
+from tools.kernels.launches import for_a_gpu
 
 
 def tiles(code: str) -> list[tuple[str, str]]:

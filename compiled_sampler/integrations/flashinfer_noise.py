@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.filters import seeds_of_rows
+from compiled_sampler.core.noise import philox_4x32_10
 from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.boundary.arguments import check_not_capturing
 from compiled_sampler.engine.boundary.tensors import check_tensor
@@ -13,6 +13,9 @@ from compiled_sampler.engine.requests.slots import new_seed
 from compiled_sampler.scalars import as_int64, checked_int
 
 Number = int | Tensor | None
+
+_WORD, _TOP_BIT = 0xFFFFFFFF, 0x80000000
+_SEEDS_OF_ROWS = 0x73656564  # a word of the counter that no noise uses
 
 
 def noise_of(
@@ -54,6 +57,15 @@ def noise_of(
     if isinstance(seed, Tensor) and seed.shape[0] == count:
         rows = torch.zeros_like(rows)
     return run(seeds_of_rows, seeds, rows), positions.expand(count).contiguous()
+
+
+def seeds_of_rows(seeds: Tensor, rows: Tensor) -> Tensor:
+    """A seed for each row, int64 ``[R]``: 64 bits of Philox4x32-10, the seed its key and the row, >= 0, its counter."""
+    seeds = seeds + torch.zeros_like(rows)
+    counter = (rows & _WORD, (rows >> 32) & _WORD, torch.zeros_like(rows), torch.full_like(rows, _SEEDS_OF_ROWS))
+    low, high, *_ = philox_4x32_10(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
+    low, high = low & _WORD, high & _WORD
+    return ((high ^ _TOP_BIT) - _TOP_BIT) * 2**32 + low
 
 
 def _words(name: str, value: Number, count: int, device: torch.device) -> Tensor:

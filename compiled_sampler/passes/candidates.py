@@ -32,7 +32,7 @@ from compiled_sampler.passes.maxima import coarser_keys
 MOST_CHOSEN = 1023
 """Most keys per row that ``choose`` accepts: a count of them has ten bits."""
 
-_NOTHING = -(2**63)
+_PADDING = -(2**63)  # below every packed key
 _TEN_BITS = 2**10 - 1
 _ONE, _TWO, _THREE = 1, 1 + 2**10, 1 + 2**10 + 2**20  # three counts of ten bits: for a key that reaches 1, 2, 3 pivots
 
@@ -40,7 +40,7 @@ _ONE, _TWO, _THREE = 1, 1 + 2**10, 1 + 2**10 + 2**20  # three counts of ten bits
 def sort(packed: Tensor, *, count: int) -> Tensor:
     """The ``count`` largest packed keys in descending order: int64 ``[R, n]`` to ``[R, count]``."""
     width = _width(packed)
-    packed = F.pad(packed, (0, width - packed.shape[1]), value=_NOTHING) if width > packed.shape[1] else packed
+    packed = F.pad(packed, (0, width - packed.shape[1]), value=_PADDING) if width > packed.shape[1] else packed
     return packed.sort(-1, descending=True).values[:, :count]
 
 

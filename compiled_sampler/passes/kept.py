@@ -136,7 +136,7 @@ def _scaled_probability(probabilities: Tensor) -> Tensor:
     return torch.where(p < 1.0, p, 1.0) * 2.0**MASS_BITS
 
 
-_NOTHING = 2**63 - 1  # above every packed key: the last of no tokens
+_DROPPED = 2**63 - 1  # in place of a packed key, which is smaller
 
 
 class Kept(NamedTuple):
@@ -189,7 +189,7 @@ def kept_in_blocks(
         exp2_mass(t).sum(-1),
         exp2_moment(t).sum(-1) if moment else None,
         keep.to(torch.int32).sum(-1, dtype=torch.int32) if num_kept else None,
-        torch.where(keep, pack(order_key(x), ids), _NOTHING).amin(-1) if last else None,
+        torch.where(keep, pack(order_key(x), ids), _DROPPED).amin(-1) if last else None,
     )
 
 
@@ -228,5 +228,5 @@ def kept_candidates(ordered: Tensor, row_slots: RowSlots, row_mass: Tensor | Non
         torch.where(keep, exp2_mass(t), 0).sum(-1),
         torch.where(keep, exp2_moment(t), 0).sum(-1),
         keep.to(torch.int64).sum(-1),
-        torch.where(keep, ordered, _NOTHING).amin(-1),
+        torch.where(keep, ordered, _DROPPED).amin(-1),
     )

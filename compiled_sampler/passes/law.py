@@ -32,7 +32,7 @@ from compiled_sampler.passes.maxima import (
     largest_logit,
     nan_bits_of,
     row_nan_bits,
-    score_bits,
+    visible_bits,
 )
 
 
@@ -191,7 +191,7 @@ def law_in_blocks(
 ) -> BlockLaws:
     """The law of each block of a row ``[R, B]``, without filters."""
     x, _ = logit_blocks(logits, vocab_size, LAW_BLOCK)
-    key = order_key(best_bits(score_bits(x)).view(torch.float32)) if by_bits else largest_key(x)
+    key = order_key(best_bits(visible_bits(x)).view(torch.float32)) if by_bits else largest_key(x)
     row_max = key_float(key)[..., None]
     row_scale = torch.full_like(row_max, LOG2_E) if scale is None else scale[:, None, None]
     t = scaled_logits(x, row_max, row_scale)  # of tokens that are not visible -inf or NaN: no mass

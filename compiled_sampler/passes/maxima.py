@@ -92,7 +92,7 @@ def order_maxima_of(
 def _order_maxima(slices: list[Slice], by_bits: bool, names: bool) -> BlockMaxima:
     """The block maxima of blocks given as slices; by bits, only the block's best value is made a key."""
     if by_bits:
-        values = [score_bits(x) for x, _ in slices]
+        values = [visible_bits(x) for x, _ in slices]
         best = best_bits(*values)
         key = order_key(best.view(torch.float32))
     else:
@@ -112,8 +112,8 @@ def largest_key(*slices: Tensor) -> Tensor:
     return torch.where(best_near.abs() < LEAST_NORMAL_KEY, best_near.to(torch.int32), order_key(best))
 
 
-def score_bits(x: Tensor) -> Tensor:
-    """The int32 bits of logits for ``best_bits``: adding 0 turns ``-0.0`` into ``0.0``."""
+def visible_bits(x: Tensor) -> Tensor:
+    """The int32 bits of ``visible`` logits for ``best_bits``: adding 0 turns ``-0.0`` into ``0.0``."""
     return (visible(x) + 0.0).view(torch.int32)
 
 

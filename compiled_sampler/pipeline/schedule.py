@@ -113,11 +113,11 @@ _CPU_RACE_BLOCK = 1024  # of a race in C++, where ending a block costs more than
 _SHORT_ROW = 2**16  # a row of at most this many tokens is short
 _SLICES, _ORDER_SLICE, _RACE_SLICE = 8, 16, 128  # most slices of a block; fewest tokens of a slice, by pass
 
-_FEW_ROWS = 16  # up to this many rows a level ranks its keys by counting; for more rows they are chosen and sorted
+_RANKED_ROWS = 16  # up to this many rows a level ranks its keys by counting; for more rows they are chosen and sorted
 _MANY_ROWS = 256  # from this many short rows on, a level of narrowing is one kernel in all modes
 _MOST_RANKED = 512  # most keys of a level of narrowing in Triton: ranking costs n * n comparisons per row
 _MOST_SCORED = 2**23  # up to this many logits, a race of more than SMALL_ROWS rows scores each token
-_MOST_READ_TWICE = 2**21  # the same with min_p and more than _FEW_ROWS rows: bounds take one pass instead of two
+_MOST_READ_TWICE = 2**21  # the same with min_p and more than _RANKED_ROWS rows: bounds take one pass instead of two
 _MOST_COMPARED = 1024  # up to this many requests, each row is compared with all: work of R * N, but no dependent loads
 
 
@@ -265,7 +265,7 @@ def _request_chunks(mode: Mode, size: int, rows: int, times: int, device: torch.
 @functools.lru_cache(maxsize=4096)
 def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: bool, has_masks: bool) -> Schedule:
     size, size_class = mode.vocab_size, _row_class(rows, triton)
-    narrows, few = mode.capacity > 0, triton and rows <= _FEW_ROWS
+    narrows, few = mode.capacity > 0, triton and rows <= _RANKED_ROWS
     by_bounds = triton and is_cuda and not narrows and not mode.searches and _are_bounded(rows, mode)
     stored = Pass(size, STORED_BLOCK, _slices(STORED_BLOCK, _ORDER_SLICE) if triton else 1, triton)
     return Schedule(
@@ -322,7 +322,7 @@ def _slices(block: int, slice_size: int) -> int:
 
 def _are_bounded(rows: int, mode: Mode) -> bool:
     """Whether a race by bounds is faster: for many rows with many logits."""
-    fewest, most = (_FEW_ROWS, _MOST_READ_TWICE) if mode.filters_min_p else (SMALL_ROWS, _MOST_SCORED)
+    fewest, most = (_RANKED_ROWS, _MOST_READ_TWICE) if mode.filters_min_p else (SMALL_ROWS, _MOST_SCORED)
     return rows > fewest and rows * mode.vocab_size > most
 
 

@@ -2,18 +2,19 @@
 
     python -m tools.kernels --mode no_filter --rows 8 [--vocab 151936] [--dtype float32] [--json FILE]
     python -m tools.kernels --mode full --rule match --width 3 [--drafts one_hot]
-    python -m tools.kernels --mode full --generate triton      no GPU needed: code is generated, nothing runs
+    python -m tools.kernels --mode full --generate triton      a GPU's stages, without one: nothing is compiled
 
 The step is compiled and run on the GPU, or on the CPU in C++ where there is none. Bytes are estimated from the shapes
 of a kernel's arguments: each counts once, a gathered one in Triton at most once a load. Registers and spills are the
 binary's. Microseconds are those of a launch among many in a replayed CUDA graph, about one of them the node's; the L2
-holds what fits, so a kernel that reads less than 50 MB is faster than cold. "opaque" is a stage that launches a kernel
-of its own, which Inductor does not see.
+holds what fits, so a kernel that reads less than 50 MB is faster than cold. "hand-written" is a stage of kernels that
+Inductor does not see: those of ``compiled_sampler/exact/triton``, on the CPU numpy's.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from compiled_sampler.modes import CACHE, PROCESSED, PROPOSALS, RULES, Verification
 from compiled_sampler.pipeline.schedule import row_class
-from tools.kernels.launches import BACKENDS, generated, listed, recorded, table_of
+from tools.kernels.launches import BACKENDS, for_a_gpu, generated, listed, recorded, table_of
 from tools.kernels.steps import REQUESTS, step_of
 from tools.measuring import environment, write_json
 
@@ -36,7 +37,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--drafts", default="one_hot", choices=[*PROPOSALS, CACHE, PROCESSED])
     parser.add_argument("--width", type=int, default=3, help="drafts a request")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--generate", choices=list(BACKENDS), help="only generate code, for the CPU's stages")
+    parser.add_argument("--generate", choices=list(BACKENDS), help="only generate code: of a GPU's stages or the CPU's")
     parser.add_argument("--json", help="store the kernels in this file, with their whole names")
     return parser.parse_args()
 
@@ -56,7 +57,8 @@ def main() -> None:
     )
     step = make(rows=arguments.rows)
     if arguments.generate:
-        found = listed(generated(step, arguments.generate))
+        with for_a_gpu() if arguments.generate == "triton" else nullcontext():
+            found = listed(generated(step, arguments.generate))
     else:
         found = recorded(make(rows=row_class(arguments.rows, torch.device(device))), step)
     where = f"{arguments.generate or device}, torch {torch.__version__}"

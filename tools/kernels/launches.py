@@ -1,7 +1,8 @@
 """What the stages of a step launch: recorded while they run, or read off the code that is generated for them.
 
 ``recorded`` runs a step on its device with a recorder in the place of every kernel. ``generated`` stops each stage once
-its code is written: no compiler runs, and Triton's code comes out without a GPU. Both use Inductor's private parts
+its code is written: no compiler runs, and Triton's code comes out without a GPU; ``for_a_gpu`` makes it that of a
+GPU's stages. Both use Inductor's private parts
 (``PyCodeCache.modules``, ``GraphLowering.save_output_code``), alike in torch 2.11 and 2.13.
 """
 
@@ -19,16 +20,21 @@ from unittest import mock
 import torch
 from rich.table import Table
 from torch import Tensor
+from torch._inductor import config
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.codegen.triton import TritonKernel
 from torch._inductor.graph import GraphLowering
 from torch.utils._pytree import tree_leaves
 
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.lowering.compiling import stage_code
+from compiled_sampler.lowering.stages import tuning
+from compiled_sampler.pipeline import schedule
 from tools.kernels.generated_code import Kernel, fallbacks, kernels, launches, moved_bytes
 from tools.measuring import graph_time_us
 
-FALLBACK, OPAQUE = "fallback", "opaque"
+FALLBACK, HAND_WRITTEN = "fallback", "hand-written"
 BACKENDS: dict[str, dict[str, Any]] = {
     "cpp": {"cpp.simdlen": 1, "fx_graph_cache": False},  # scalar code is the same on every machine
     "triton": {"cpu_backend": "triton", "fx_graph_cache": False},
@@ -46,7 +52,8 @@ class Launch(NamedTuple):
     stage: str
     name: str
     kind: str
-    """Of ``Kernel``; ``FALLBACK`` is an operator called as it is, ``OPAQUE`` a stage that Inductor does not see."""
+    """Of ``Kernel``; ``FALLBACK`` is an operator called as it is, ``HAND_WRITTEN`` a stage that Inductor does not
+    see."""
     launches: int = 1
     registers: int | None = None
     """A thread's; None without a compiled Triton kernel."""
@@ -114,7 +121,7 @@ class _Watch:
         result = self._stages(stage, *tensors, **static)
         if not modules:
             us = _launch_us(lambda: self._stages(stage, *tensors, **static)) if _on_gpu(tensors) else None
-            self.noted.append(Launch(self._stage, self._stage, OPAQUE, us=us))
+            self.noted.append(Launch(self._stage, self._stage, HAND_WRITTEN, us=us))
         called = Counter[str]()
         for module in modules:
             called |= fallbacks(_code(module))  # compiled for several layouts: the most that any calls
@@ -195,12 +202,23 @@ def generated(step: Step, backend: str, known: Known | None = None) -> list[Gene
     return found
 
 
+@contextlib.contextmanager
+def for_a_gpu() -> Iterator[None]:
+    """Steps follow a GPU's schedule on the CPU, and Inductor does not ask a GPU whether kernels may start early."""
+    with contextlib.ExitStack() as stack:
+        for module in (schedule, stage_code, tuning):
+            stack.enter_context(mock.patch.object(module, "is_gpu", return_value=True))
+        overlaps = staticmethod(lambda: config.triton.enable_pdl)
+        stack.enter_context(mock.patch.object(TritonKernel, "_enable_pdl_codegen", overlaps))
+        yield
+
+
 def listed(found: list[Generated]) -> list[Launch]:
     """Every kernel of the generated code, as ``recorded`` lists them."""
     noted = []
     for stage, code in found:
         if code is None:
-            noted.append(Launch(stage, stage, OPAQUE))
+            noted.append(Launch(stage, stage, HAND_WRITTEN))
             continue
         kinds = {kernel.name: kernel.kind for kernel in kernels(code)}
         noted += [Launch(stage, name, kinds[name], count) for name, count in launches(code).items()]

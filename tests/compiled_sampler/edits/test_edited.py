@@ -35,9 +35,8 @@ from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.custom_edits import given_to_all
 from tests.builders.edits import Request, edited_rows, random_mask, random_request
 from tests.builders.filters import same_bits
-from tests.for_a_gpu import for_a_gpu
 from tests.tiers import tiers
-from tools.kernels.launches import FALLBACK, generated, listed
+from tools.kernels.launches import FALLBACK, for_a_gpu, generated, listed
 
 L, ROWS = 37, 6
 WRITING = (write_biases, write_penalties)

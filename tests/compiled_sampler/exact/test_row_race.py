@@ -32,7 +32,7 @@ from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import BASES, full_mode, modes_by_name, sample_inputs, slot_table
 from tests.builders.sampler import same
 from tests.cases.hard_rows import KINDS, hard_rows
-from tests.for_a_gpu import for_a_gpu
+from tools.kernels.launches import for_a_gpu
 
 REQUESTS = [
     SamplingParams(seed=seed, **filters)

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.filters import base_2_logits
+from compiled_sampler.core.noise import philox_4x32_10
 from compiled_sampler.core.stage import call
 from compiled_sampler.functional import probs as law_of
 from compiled_sampler.functional import sample, verify_from_probs
 from compiled_sampler.integrations import flashinfer
-from compiled_sampler.integrations.flashinfer_noise import noise_of
+from compiled_sampler.integrations.flashinfer import base_2_logits, keep_first, keep_nucleus, renormalised
+from compiled_sampler.integrations.flashinfer_noise import noise_of, seeds_of_rows
 from tests.oracles.goodness_of_fit import accept, chi_square, detects, independence
 
 V, ROWS, DRAWS = 12, 4, 40_000
@@ -329,3 +330,47 @@ def test_rows_out_of_range_keep_nothing(eager):
             flashinfer.top_p_renorm_probs(probs, wrong)
     with pytest.raises(ValueError, match=r"top_k must be in \[0, 2\*\*63\), got -1"):
         flashinfer.top_k_renorm_probs(probs, -1)
+
+
+def test_logarithms_are_rounded_once_and_keep_the_order(generator):
+    p = torch.rand(1, 100_000, generator=generator).pow(4).sort(-1).values
+    logits = base_2_logits(p)
+    assert (logits.diff() >= 0).all()
+    wanted = [math.log2(x) if x else -math.inf for x in p[0].tolist()]
+    assert torch.equal(logits[0], torch.tensor(wanted, dtype=torch.float64).to(torch.float32))
+
+
+def test_numbers_that_are_no_probabilities():
+    p = torch.tensor([[0.0, -0.0, -1.0, -math.inf, math.inf, 1.0, 2.0**-149, 8.0, math.nan, -math.nan]])
+    assert base_2_logits(p)[0, :8].tolist() == [-math.inf] * 4 + [math.inf, 0.0, -149.0, 3.0]
+    assert base_2_logits(p)[0, 8:].isnan().all()
+
+
+def test_renormalised_rows_sum_to_one_and_keep_the_ratios_of_small_ones(generator):
+    p = torch.softmax(4 * torch.randn(9, 5000, generator=generator), -1)
+    keep = keep_first(p, torch.arange(1, 10) * 500)
+    made = renormalised(p, keep)
+    assert torch.allclose(made.double().sum(-1), torch.ones(9, dtype=torch.float64), atol=1e-6)
+    wanted = torch.where(keep, p.double(), 0.0)
+    assert torch.allclose(made.double(), wanted / wanted.sum(-1, keepdim=True), rtol=1e-6, atol=0.0)
+
+
+def test_a_nucleus_is_the_shortest_prefix(generator):
+    p, share = torch.softmax(3 * torch.randn(50, 300, generator=generator), -1), torch.rand(50, generator=generator)
+    keep = keep_nucleus(p, share.double())
+    inside = torch.where(keep, p.double(), 0.0)
+    least = torch.where(keep, p.double(), 2.0).amin(-1)
+    assert (inside.sum(-1) >= share * p.double().sum(-1) - 1e-9).all()
+    assert (inside.sum(-1) - least <= share * p.double().sum(-1) + 1e-9).all()
+    assert (torch.where(keep, 0.0, p).amax(-1) <= least).all()
+
+
+def test_seeds_of_rows_are_words_of_philox_and_differ():
+    rows, seed = torch.tensor([0, 1, 2, 2**40]), torch.tensor([-5])
+    key = tuple(word.expand(4) for word in (seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF))
+    counter = (rows & 0xFFFFFFFF, rows >> 32, torch.zeros(4, dtype=torch.int64), torch.full((4,), 0x73656564))
+    low, high, *_ = philox_4x32_10(counter, key)
+    words = [(h * 2**32 + x + 2**63) % 2**64 - 2**63 for h, x in zip(high.tolist(), low.tolist(), strict=True)]
+    assert seeds_of_rows(seed, rows).tolist() == words
+    many = torch.cat([seeds_of_rows(torch.tensor([s]), torch.arange(2000)) for s in range(50)])
+    assert len(set(many.tolist())) == 100_000

@@ -17,9 +17,9 @@ from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.race import race_maxima
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS
 from tests.builders.inputs import slot_table
-from tests.for_a_gpu import for_a_gpu, tiles
+from tests.for_a_gpu import tiles
 from tests.tiers import tiers
-from tools.kernels.launches import generated
+from tools.kernels.launches import for_a_gpu, generated
 from tools.kernels.steps import step_of
 
 

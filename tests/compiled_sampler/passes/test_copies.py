@@ -18,8 +18,8 @@ from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.inputs import BASES, modes_by_name
 from tests.builders.masks import masked_inputs, stages_watched
 from tests.builders.sampler import same
-from tests.for_a_gpu import for_a_gpu, gpu_schedule
-from tools.kernels.launches import FALLBACK, generated, listed
+from tests.for_a_gpu import gpu_schedule
+from tools.kernels.launches import FALLBACK, for_a_gpu, generated, listed
 
 COPYING = ("greedy", "top_k_top_p[64]", "full")
 COPIES = {"masked", "copied", "order_maxima"}

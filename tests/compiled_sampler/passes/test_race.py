@@ -22,7 +22,6 @@ from compiled_sampler.passes.race import draw_from_blocks, race_maxima
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import full_mode, race, repeated, sample_inputs, slot_table
 from tests.cases.hard_rows import mixed_batch, mixed_requests
-from tests.for_a_gpu import for_a_gpu
 from tests.oracles import oracle
 from tests.oracles.goodness_of_fit import (
     Fit,
@@ -33,6 +32,7 @@ from tests.oracles.goodness_of_fit import (
     poisson_p_value,
     serial_independence,
 )
+from tools.kernels.launches import for_a_gpu
 
 N = 2**18
 STREAMS = (TARGET, DRAFT, ACCEPT, RESIDUAL)

@@ -25,8 +25,8 @@ from compiled_sampler.pipeline.verify import verify_step
 from tests.builders.custom_edits import given_to_all
 from tests.builders.inputs import modes_by_name, slot_table
 from tests.chunked import chunks_of
-from tests.for_a_gpu import for_a_gpu
 from tests.tiers import tiers
+from tools.kernels.launches import for_a_gpu
 
 V, R, K, CHUNK = 300, 75, 3, 16
 PARAMS = {

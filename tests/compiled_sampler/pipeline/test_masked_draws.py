@@ -31,8 +31,9 @@ from tests.builders.logprobs import EVERYTHING, differing
 from tests.builders.masks import MASKED_MODES, MASKS, masked_inputs, scale_of, stages_watched
 from tests.builders.sampler import same
 from tests.chunked import chunks_of
-from tests.for_a_gpu import for_a_gpu, schedule_by_bounds
+from tests.for_a_gpu import schedule_by_bounds
 from tests.tiers import tiers
+from tools.kernels.launches import for_a_gpu
 
 CASES = [
     (1, torch.float32, "both"),

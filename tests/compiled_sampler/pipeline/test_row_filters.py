@@ -22,10 +22,10 @@ from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_se
 from compiled_sampler.pipeline.schedule import row_bytes
 from tests.builders.filters import filtered_by_hand, filtered_by_stages, hard_rows, same_bits
 from tests.chunked import chunks_of
-from tests.for_a_gpu import for_a_gpu
 from tests.oracles import oracle_filters
 from tests.tiers import tiers
 from tools.bench.memory import scratch_bytes
+from tools.kernels.launches import for_a_gpu
 
 FILTERS = [
     {"top_n_sigma": 1.0},

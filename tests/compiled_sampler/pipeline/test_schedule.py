@@ -16,9 +16,10 @@ from compiled_sampler.pipeline.schedule import (
 )
 from tests.builders.inputs import modes_by_name
 from tests.chunked import chunks_of
-from tests.for_a_gpu import for_a_gpu, gpu_schedule
+from tests.for_a_gpu import gpu_schedule
 from tests.tiers import tiers
 from tools.bench.memory import scratch_bytes, steps
+from tools.kernels.launches import for_a_gpu
 
 V = 1000
 

@@ -21,7 +21,7 @@ from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation.reference import verify as definition
 from tests.builders.inputs import BASES, full_mode, mode_table, repeated, slot_table
 from tests.builders.sampler import same
-from tests.for_a_gpu import for_a_gpu
+from tools.kernels.launches import for_a_gpu
 
 V = 100
 PLAIN = [SamplingParams(seed=3), SamplingParams(seed=4, temperature=0.7, top_p=0.9, min_p=0.01)]

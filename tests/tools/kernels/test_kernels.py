@@ -6,6 +6,7 @@ Triton's code is generated for the CPU's stages without a GPU and nothing is com
 that the CPU uses; on a GPU another block size may fuse otherwise. A change for the better is pinned anew.
 """
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,10 +16,21 @@ from torch import Tensor
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering.stages.tuning import TUNING
 from compiled_sampler.modes import Verification
-from tests.for_a_gpu import for_a_gpu, tiles
+from tests.for_a_gpu import tiles
 from tests.tiers import tiers
+from tools.kernels.__main__ import main
 from tools.kernels.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
-from tools.kernels.launches import FALLBACK, OPAQUE, Generated, Known, generated, listed, recorded, table_of
+from tools.kernels.launches import (
+    FALLBACK,
+    HAND_WRITTEN,
+    Generated,
+    Known,
+    for_a_gpu,
+    generated,
+    listed,
+    recorded,
+    table_of,
+)
 from tools.kernels.steps import REQUESTS, step_of
 
 V = 151_936
@@ -127,7 +139,7 @@ OF_LAW = {
 
 @pytest.fixture
 def as_on_a_gpu() -> Iterator[None]:
-    """As ``tests.for_a_gpu``."""
+    """As ``for_a_gpu``."""
     pytest.importorskip("triton")
     with for_a_gpu():
         yield
@@ -240,7 +252,9 @@ def test_on_a_gpu_every_kernel_has_registers_and_a_time(mode):
     found = recorded(*(step_of(mode, 8, V, device="cuda") for _ in range(2)))
     assert [each for each in found if each.kind == FALLBACK] == []
     assert all(each.us and each.us > 0.0 for each in found)
-    assert all(each.registers and each.spills is not None and each.read_bytes for each in found if each.kind != OPAQUE)
+    assert all(
+        each.registers and each.spills is not None and each.read_bytes for each in found if each.kind != HAND_WRITTEN
+    )
 
 
 def test_a_kernel_that_does_not_wait_is_found():
@@ -276,3 +290,15 @@ def test_a_gathered_argument_counts_a_load_for_each_point():
 def test_a_source_without_kernels_has_none():
     code = "async_compile.wait(globals())\ndef call(args):\n    return (args[0], )\n"
     assert (kernels(code), launches(code), fallbacks(code)) == ([], {}, {})
+
+
+def test_without_a_gpu_the_tool_lists_a_gpus_stages(monkeypatch, capsys):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(
+        sys, "argv", ["kernels", "--mode", "top_k", "--rows", "2", "--vocab", "500", "--generate", "triton"]
+    )
+    main()
+    lines = capsys.readouterr().out.splitlines()
+    stages = [line.split()[1] for line in lines if line.startswith("│") and line.split()[1] != "│"]
+    assert stages == ["gather_rows", "race_top_k", "draw_from_winners", "all"]
+    assert [line.split()[1] for line in lines if "hand-written" in line] == ["race_top_k"]

@@ -18,9 +18,8 @@ from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import race_maxima
 from tests.builders.inputs import slot_table
-from tests.for_a_gpu import for_a_gpu
 from tests.tiers import tiers
-from tools.kernels.launches import generated
+from tools.kernels.launches import for_a_gpu, generated
 
 LANE_BY_LANE = "bit_cast"
 WIDTHS = sorted({isa.bit_width() for isa in valid_vec_isa_list()})
