@@ -1,6 +1,7 @@
 """Results of a ring: the tokens of any other step, there until the second next call, and no new memory for a replay."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def reference() -> Sampler:
     return holding("eager")
 
 
-def kept(results: SampleOutputs) -> list[Tensor]:
+def kept(results: Any) -> list[Tensor]:
     return [each.clone() for each in tensors_of(results)]
 
 
@@ -70,15 +71,18 @@ def test_calls_of_one_form_share_a_ring_whatever_their_logits_and_modes(sampler,
 
 def test_a_verification_takes_a_ring_too(sampler, reference):
     drafts, positions = torch.randint(0, V, (R, K)), torch.arange(R)
+    before: list[tuple[Any, list[Tensor]]] = []
     for step in range(6):
         counts = [(step + n) % (K + 1) for n in range(R)]
         plans = [each.plan(range(R), "full", counts) for each in (sampler, reference)]
         logits = torch.randn(plans[0].num_rows, V)
         found = sampler.verify(plans[0], logits, drafts, positions, out="ring")
         assert same(found, reference.verify(plans[1], logits, drafts, positions))
+        assert all(all(map(torch.equal, tensors_of(last), copy)) for last, copy in before[-1:])
         probs = torch.softmax(logits, -1)
         found = sampler.verify_from_probs(plans[0], probs, drafts, positions, out="ring")
         assert same(found, reference.verify_from_probs(plans[1], probs, drafts, positions))
+        before.append((found, kept(found)))
 
 
 def test_a_ring_has_the_fields_of_the_call(sampler, reference):
