@@ -7,8 +7,8 @@ import torch
 
 from compiled_sampler import Sampler
 from compiled_sampler.edits.min_tokens import StopLists
+from compiled_sampler.edits.recording import record_drafts, record_draws, record_ends
 from compiled_sampler.edits.stops import are_ends
-from compiled_sampler.edits.written import record_drafts, record_draws, record_ends
 from tests.tiers import tiers
 from tools.kernels.launches import FALLBACK, for_a_gpu, generated, listed
 
