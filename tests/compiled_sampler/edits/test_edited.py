@@ -108,15 +108,15 @@ def test_bits_become_those_of_any_logit():
 
 def tables(rows: int) -> EditTables:
     """A bias of one token, and penalties of a history of 5 that holds one of them twice, in each request."""
-    numbers = [torch.ones(rows) for _ in range(4)]
     counts = torch.ones(rows, dtype=torch.int32)
+    penalties = {name: counts if name == "of_output" else torch.ones(rows) for name in Penalties._fields}
     entries = torch.from_numpy(entries_of([7, 3, 30, 7, 1], 2, L))
     ids, biases = (
         torch.full((rows, 11), 5, dtype=torch.int32),
         torch.full((rows, 11), 2.0),
     )  # tables are parts of others
     return EditTables(
-        lists=(BiasLists(counts, ids[:, 1:9], biases[:, 2:10]), Penalties(*numbers, counts)),
+        lists=(BiasLists(counts, ids[:, 1:9], biases[:, 2:10]), Penalties(**penalties)),
         history=History(entries.repeat(rows + 1, 1, 1), counts, counts),
     )
 
