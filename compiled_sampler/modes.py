@@ -19,7 +19,7 @@ TOP_P_BASES = ("top_k", "all")
 """The mass that top_p is a share of: the mass after top-k, or the mass of the whole row."""
 
 RULES = ("match", "rejection", "block")
-"""Acceptance rules of drafts."""
+"""Acceptance rules of drafts. A greedy batch takes ``match`` whatever its rule: see ``Mode.matches_drafts``."""
 
 _RULES_ELSEWHERE = {"strict": "match", "probabilistic": "rejection"}  # the names of vLLM and TensorRT-LLM
 
@@ -76,10 +76,10 @@ class Mode:
         return self.name.rpartition(", ")[2]
 
     @property
-    def draws_rows(self) -> bool:
-        """Whether a verification draws from every row, as sampling does, and compares drafts with what it draws.
+    def matches_drafts(self) -> bool:
+        """Whether drafts are compared with what every row draws: by ``match``, and in the greedy mode by any rule.
 
-        In the greedy mode by any rule.
+        Of a greedy row's law, all in one token, each rule accepts just that token.
         """
         return self.rule == "match" or not self.draws
 

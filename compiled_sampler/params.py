@@ -220,7 +220,8 @@ class SamplingParams:
         return self.temperature == 0.0 or self.top_k == 1
 
 
-_EDIT_FIELDS = fields(SamplingParams)[5:]
-"""The parameters behind ``seed``, which edit logits, filter whole rows or end the request."""
+_LAW_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
+_EDIT_FIELDS = tuple(field for field in fields(SamplingParams) if field.name not in _LAW_FIELDS)
+"""The other parameters, which edit logits, filter whole rows or end the request."""
 _edit_values = attrgetter(*(each.name for each in _EDIT_FIELDS))
 _EDIT_DEFAULTS = tuple(each.default for each in _EDIT_FIELDS)

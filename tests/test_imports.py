@@ -40,7 +40,7 @@ DATA = (
     "batch",
 )
 CORE = (*DATA, "core", "core.order", "core.arithmetic", "core.mass")
-EDIT_STAGES = ("edits.masks", "edits.custom", "edits.stops", "edits.recording", "edits.written")
+EDIT_STAGES = ("edits.masks", "edits.custom", "edits.stops", "edits.recording")
 """What stands above the steps' inputs and outputs; a file that declares an edit stands below ``SamplingParams``."""
 EDITS = ("edits", *EDIT_STAGES)
 PASSES = (*CORE, "passes")

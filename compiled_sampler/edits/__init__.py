@@ -1,7 +1,7 @@
 """Edits of logits, a file each: parameters, table and stage of masks, biases, stops, penalties, DRY and bad words.
 
-A filter of whole rows declares itself here too; its stages stand in ``passes/row_filters``, as they read rows in
-blocks.
+A filter of whole rows declares itself here too; its stages stand in ``passes`` and are called by
+``pipeline/row_filters.py``, as they read rows in blocks.
 """
 
 from compiled_sampler.edits.allowed_token_ids import ALLOWED_TOKEN_IDS

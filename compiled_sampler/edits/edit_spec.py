@@ -96,7 +96,7 @@ class Parameter:
     in_generate: bool = False
     """Whether a GenerationConfig of transformers has it under the same name."""
     in_openai: bool = True
-    """Whether a request body may have it."""
+    """Whether a request body of OpenAI's API may have it under the same name; it does unless an edit says otherwise."""
     off_at_minus_1: bool = False
     """Whether -1 in a request body means 0."""
     aliases: Mapping[str, Callable[[Any], dict[str, Any]]] = field(default_factory=lambda: MappingProxyType({}))

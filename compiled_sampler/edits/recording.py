@@ -1,4 +1,8 @@
-"""What the history becomes when tokens are written at consecutive positions: by ``written.py``, and by the host."""
+"""Drawn tokens in the history: the stages that record them, and what they write at consecutive positions.
+
+The stages get the history's memory to read, and once to write for each kind of number, so that the record of a token a
+row is one kernel; ``changes.py`` says why.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus
+from compiled_sampler.batch import RowStatus, SlotTable
 from compiled_sampler.core.order import indices
-from compiled_sampler.core.rows import covered_slots
-from compiled_sampler.edits.history import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History
+from compiled_sampler.core.rows import covered_slots, lacks_service
+from compiled_sampler.edits.history import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History, HistoryRows
 from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.stops import are_ends
 
@@ -44,6 +48,96 @@ class DrawEnds(NamedTuple):
     """int32 ``[R]``, with ``HISTORY_EXCEEDED``."""
     finished: Tensor
     """bool ``[R]``, whether a row's token ends its request."""
+
+
+def record_draws(
+    history: History,
+    rows: HistoryRows,
+    slots: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    status: Tensor,
+    stops: StopLists,
+    *,
+    num_places: int = 0,
+) -> DrawEnds:
+    """What is known of rows once the token of each is in the history.
+
+    Args:
+        history: by slot.
+        rows: the same memory.
+        slots: int64 ``[R]``, each once; -1 for padding.
+        positions: int64 ``[R]``.
+        token_ids: int64 ``[R]``; -1 where a row is all masked.
+        status: int32 ``[R]``.
+        stops: by slot.
+        num_places: see ``are_ends``; with those of the history, its search and that of the stops are one kernel.
+    """
+    slots = covered_slots(slots, status)
+    record = recorded(slots, positions, token_ids[:, None], torch.ones_like(slots), history)
+    finished = are_ends(token_ids, status, slots, stops, num_places=num_places)
+    ends = DrawEnds(_with_exceeded(status, slots, positions, history), finished)
+    write_record(rows, record)
+    return ends
+
+
+def record_drafts(
+    history: History,
+    rows: HistoryRows,
+    slots: Tensor,
+    positions: Tensor,
+    draft_token_ids: Tensor,
+    num_drafts: Tensor,
+    table: SlotTable,
+    *,
+    vocab_size: int,
+) -> None:
+    """Write the drafts of covered requests before they are judged; what is no token id is a position without a token.
+
+    Args:
+        history: by slot.
+        rows: the same memory.
+        slots: int64 ``[N]``, each once; -1 for padding.
+        positions: int64 ``[N]``, of the first draft.
+        draft_token_ids: int64 ``[N, K]``.
+        num_drafts: int64 ``[N]``; -1 for padding.
+        table: parameters by slot.
+        vocab_size: V.
+    """
+    covered = torch.where(lacks_service(table, slots), -1, slots)
+    is_token = (draft_token_ids >= 0) & (draft_token_ids < vocab_size)
+    token_ids = torch.where(is_token, draft_token_ids, UNWRITTEN)
+    write_record(rows, recorded(covered, positions, token_ids, num_drafts, history))
+
+
+def record_ends(
+    history: History,
+    rows: HistoryRows,
+    slots: Tensor,
+    positions: Tensor,
+    emitted: Tensor,
+    num_drafts: Tensor,
+    status: Tensor,
+) -> Tensor:
+    """The status of requests, int32 ``[N]``, once what each emits is in the history, in place of its drafts.
+
+    A draft that was rejected leaves a position without a token.
+
+    Args:
+        history: by slot.
+        rows: the same memory.
+        slots: int64 ``[N]``, each once; -1 for padding.
+        positions: int64 ``[N]``, of the first token.
+        emitted: int64 ``[N, K+1]``; -1 behind the last one.
+        num_drafts: int64 ``[N]``; -1 for padding.
+        status: int32 ``[N]``.
+    """
+    slots = covered_slots(slots, status)
+    last = positions + ((emitted >= 0).sum(-1) - 1).clamp(min=0)
+    record = recorded(slots, positions, emitted, num_drafts + 1, history)
+    status = _with_exceeded(status, slots, last, history)
+    write_record(rows, record)
+    return status
 
 
 def recorded(slots: Tensor, positions: Tensor, token_ids: Tensor, counts: Tensor, history: History) -> Record:
@@ -92,68 +186,10 @@ def _latest(slot: Tensor, positions: Tensor, token_ids: Tensor, history: History
     return torch.where(is_held, place, -1).amax(-1).to(torch.int64)
 
 
-def recorded_draws(
-    slots: Tensor,
-    positions: Tensor,
-    token_ids: Tensor,
-    status: Tensor,
-    stops: StopLists,
-    history: History,
-    *,
-    num_places: int,
-) -> tuple[Record, DrawEnds]:
-    """The record of a token a request, and what is known of the rows then.
-
-    Args:
-        slots: int64 ``[R]``, each once; -1 for padding.
-        positions: int64 ``[R]``.
-        token_ids: int64 ``[R]``; -1 where a row is all masked.
-        status: int32 ``[R]``.
-        stops: by slot.
-        history: by slot.
-        num_places: see ``are_ends``; with those of the history, its search and that of the stops are one kernel.
-    """
-    slots = covered_slots(slots, status)
-    record = recorded(slots, positions, token_ids[:, None], torch.ones_like(slots), history)
-    finished = are_ends(token_ids, status, slots, stops, num_places=num_places)
-    return record, DrawEnds(_with_exceeded(status, slots, positions, history), finished)
-
-
-def recorded_drafts(
-    slots: Tensor, positions: Tensor, draft_token_ids: Tensor, num_drafts: Tensor, history: History, *, vocab_size: int
-) -> Record:
-    """The record of drafts before they are judged; those that are no token ids are positions without a token.
-
-    Args:
-        slots: int64 ``[N]``, each once; -1 for padding.
-        positions: int64 ``[N]``, of the first draft.
-        draft_token_ids: int64 ``[N, K]``.
-        num_drafts: int64 ``[N]``; -1 for padding.
-        history: by slot.
-        vocab_size: V.
-    """
-    is_token = (draft_token_ids >= 0) & (draft_token_ids < vocab_size)
-    return recorded(slots, positions, torch.where(is_token, draft_token_ids, UNWRITTEN), num_drafts, history)
-
-
-def recorded_ends(
-    slots: Tensor, positions: Tensor, emitted: Tensor, num_drafts: Tensor, status: Tensor, history: History
-) -> tuple[Record, Tensor]:
-    """The record of the tokens that each request emits, in place of its drafts; and the status as above.
-
-    A draft that was rejected leaves a position without a token.
-
-    Args:
-        slots: int64 ``[N]``, each once; -1 for padding.
-        positions: int64 ``[N]``, of the first token.
-        emitted: int64 ``[N, K+1]``; -1 behind the last one.
-        num_drafts: int64 ``[N]``; -1 for padding.
-        status: int32 ``[N]``.
-        history: by slot.
-    """
-    slots = covered_slots(slots, status)
-    last = positions + ((emitted >= 0).sum(-1) - 1).clamp(min=0)
-    return recorded(slots, positions, emitted, num_drafts + 1, history), _with_exceeded(status, slots, last, history)
+def write_record(rows: HistoryRows, record: Record) -> None:
+    """Write a record into the history, which the rows are."""
+    for row, numbers in zip(rows, record, strict=True):
+        row.index_put_((torch.zeros_like(numbers.places), numbers.places), numbers.values)
 
 
 def _with_exceeded(status: Tensor, slots: Tensor, positions: Tensor, history: History) -> Tensor:

@@ -85,7 +85,7 @@ def request_ends(mode: Mode, requests: int, rows: int, times: int) -> list[int]:
     # A chunk has so many requests that an edited copy has room for all rows that they may have, one at least. There is
     # one chunk where it has room for the rows of all, and in modes that edit row by row, or nothing.
     most = _edited_rows(mode.vocab_size)
-    if mode.draws_rows or mode.from_probabilities or rows <= most:
+    if mode.matches_drafts or mode.from_probabilities or rows <= most:
         return [requests]
     return chunk_ends(requests, max(most // times, 1), _ALIGNED_REQUESTS)
 

@@ -85,7 +85,7 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutp
 def _verify(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
     """``verify_step`` of all requests at once."""
     schedules = verify_schedules(mode, inputs)
-    if mode.draws_rows:
+    if mode.matches_drafts:
         outputs, row_logprobs = _matched(schedules, inputs, run)
     else:
         with ExitStack() as undo:
@@ -102,11 +102,14 @@ def _matched(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> tupl
     if schedule.mode.from_probabilities:
         probabilities, layout, law, _ = _target(schedules, inputs, run)
         final = run(every_row_final, law, layout, inputs.table)
-        draws = run(draw_from_final_blocks, *_final_winners(schedule, probabilities, None, final, run), final)
+        winners = _final_winners(schedule, probabilities, values=None, final=final, run=run)
+        draws = run(draw_from_final_blocks, *winners, final)
     else:
         layout = layout_of(schedules, inputs, run)
         row_slots, edits, logprobs = row_slots_of(layout, inputs), inputs.edits, inputs.logprobs
-        draws = edit_and_draw(schedule, inputs.logits, row_slots, edits, logprobs, inputs.noise, TARGET, run)
+        draws = edit_and_draw(
+            schedule, inputs.logits, row_slots, edits, logprobs, noise=inputs.noise, stream=TARGET, run=run
+        )
     tokens = draws._replace(logprobs=None)
     return run(emit_matches, tokens, layout, slots, drafts, vocab_size=schedule.mode.vocab_size), draws.logprobs
 

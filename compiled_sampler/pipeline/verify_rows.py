@@ -53,7 +53,7 @@ def verify_schedules(mode: Mode, inputs: VerifyInputs) -> VerifySchedules:
     num_rows = rows_like(inputs).shape[0]
     rows = (
         drawing_schedule(mode, logits, inputs.edits, inputs.logprobs)
-        if mode.draws_rows
+        if mode.matches_drafts
         else schedule_of(mode, num_rows)
     )
     return VerifySchedules(

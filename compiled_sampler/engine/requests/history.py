@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History, HistoryRows
-from compiled_sampler.edits.recording import entries_of, recorded
-from compiled_sampler.edits.written import write_record
+from compiled_sampler.edits.recording import entries_of, recorded, write_record
 from compiled_sampler.engine.requests.uploads import sent
 from graph_cache import PinnedRing
 

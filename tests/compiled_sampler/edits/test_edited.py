@@ -23,9 +23,8 @@ from compiled_sampler.edits.history import History
 from compiled_sampler.edits.masks import copied, masked
 from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.penalties import Penalties, write_penalties
-from compiled_sampler.edits.recording import entries_of
+from compiled_sampler.edits.recording import entries_of, record_drafts, record_draws, record_ends
 from compiled_sampler.edits.stops import are_ends
-from compiled_sampler.edits.written import record_drafts, record_draws, record_ends
 from compiled_sampler.lowering.comparison import outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.stages.stage_call import unshared
@@ -121,15 +120,15 @@ def test_bits_become_those_of_any_logit():
 
 def tables(rows: int) -> EditTables:
     """A bias of one token, and penalties of a history of 5 that holds one of them twice, in each request."""
-    numbers = [torch.ones(rows) for _ in range(4)]
     counts = torch.ones(rows, dtype=torch.int32)
+    penalties = {name: counts if name == "of_output" else torch.ones(rows) for name in Penalties._fields}
     entries = torch.from_numpy(entries_of([7, 3, 30, 7, 1], 2, L))
     ids, biases = (
         torch.full((rows, 11), 5, dtype=torch.int32),
         torch.full((rows, 11), 2.0),
     )  # tables are parts of others
     return EditTables(
-        lists=(BiasLists(counts, ids[:, 1:9], biases[:, 2:10]), Penalties(*numbers, counts)),
+        lists=(BiasLists(counts, ids[:, 1:9], biases[:, 2:10]), Penalties(**penalties)),
         history=History(entries.repeat(rows + 1, 1, 1), counts, counts),
     )
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.core.order import row_logits
 from compiled_sampler.edit_names import CONSUMES, EDITS, RESTORES
-from compiled_sampler.edits import bad_words, bias, custom, masks, min_tokens, penalties, stops, watermark, written
+from compiled_sampler.edits import bad_words, bias, custom, masks, min_tokens, penalties, recording, stops, watermark
 from compiled_sampler.edits.recording import DrawEnds
 from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.comparison import KINDS, difference, hard_rows, outcome
@@ -146,9 +146,9 @@ IDLE: dict[str, dict[Callable[..., Any], Callable[..., Any]]] = {
     "min_tokens": {min_tokens.without_stops: partial(logits_of, min_tokens.without_stops)},
     "penalties": {
         penalties.write_penalties: nothing_written,
-        written.record_draws: ends_alone,
-        written.record_drafts: nothing_written,
-        written.record_ends: status_alone,
+        recording.record_draws: ends_alone,
+        recording.record_drafts: nothing_written,
+        recording.record_ends: status_alone,
     },
     "bad_words": {bad_words.without_bad_words: partial(logits_of, bad_words.without_bad_words)},
     "watermark": {watermark.noise_positions: lambda slots, positions, *tables: positions.clone()},
@@ -247,7 +247,7 @@ def test_what_is_written_is_compared_but_for_what_padding_leaves():
     sampler = prepared("penalties", slots=4)
     (history, rows), ends = sampler._edits.history.memory, sampler._edits.stops
     padding = torch.full((3,), -1), torch.arange(3), torch.tensor([5, 6, 7]), torch.zeros(3, dtype=torch.int32)
-    made = outcome(written.record_draws, (history, rows, *padding, ends), writes=True)
+    made = outcome(recording.record_draws, (history, rows, *padding, ends), writes=True)
     assert not made[0].entries[-1].any()
     assert torch.equal(made[0].entries[:-1], history.entries[:-1])
     assert torch.equal(made[-1].status, padding[-1])
