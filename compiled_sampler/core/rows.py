@@ -71,16 +71,16 @@ def idle_status(table: AnyTable, slots: Tensor) -> Tensor:
     """The status of rows that draw nothing, int32 ``[R]``: -1 for padding, or ``NOT_COVERED``; 0 for live rows."""
     idle = torch.where(slots < 0, -1, 0)
     if not isinstance(table, RowEntries):
-        idle = torch.where((slots >= 0) & lacks_service(table, slots), int(RowStatus.NOT_COVERED), idle)
+        # An index that is asserted is a barrier, which greedy's last kernel would wait for: it is clamped instead.
+        slot = slots.clamp(0, table.needs.shape[0] - 1)
+        is_unserved = (torch.ops.aten._unsafe_index(table.needs, [slot]) & table.unserved) != 0
+        idle = torch.where((slots >= 0) & is_unserved, int(RowStatus.NOT_COVERED), idle)
     return idle.to(torch.int32)
 
 
 def lacks_service(table: SlotTable, slots: Tensor) -> Tensor:
     """Whether a request needs what the step does not serve, bool ``[N]``; of padding, whether slot 0 does."""
-    # An index that is asserted is a barrier, which greedy's last kernel would wait for: it is clamped instead.
-    slot = slots.clamp(0, table.needs.shape[0] - 1)
-    needs: Tensor = torch.ops.aten._unsafe_index(table.needs, [slot])
-    return (needs & table.unserved) != 0
+    return (table.needs[slots.clamp(min=0)] & table.unserved) != 0
 
 
 def covered_slots(slots: Tensor, status: Tensor) -> Tensor:
