@@ -163,6 +163,14 @@ class StaticTensors:
                 inputs[name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
         return inputs
 
+    def on_padding(self, registration: Registration, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The inputs of a variant, with the fill where a caller's tensor says which rows are live."""
+        of_caller = [name for name in tensors if registration.inputs[name].on_host and name in self._bound]
+        return {
+            **tensors,
+            **{name: torch.full_like(tensors[name], registration.inputs[name].fill) for name in of_caller},
+        }
+
     def bind_out(self, name: str, out: Results) -> None:
         """Bind tensors ``[rows, *tail]`` for the results of a callable; a reference to them is kept."""
         self._registry.named(name)

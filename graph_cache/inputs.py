@@ -123,7 +123,7 @@ class HostInput(InputBuffer):
             numbers = numbers[:size]
         if numbers == self._held and bucket <= self._filled:
             return
-        self._held = None  # until all is written: an interrupt may come between
+        self._held, self._num_dirty = None, max(self._num_dirty, rows)  # an interrupt may come before all is written
         self._mirror.note(self._start, self._start + 2 * bucket)
         self._here[:size] = numbers
         self._here[size:end] = self._fills[size:end]

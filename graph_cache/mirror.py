@@ -82,8 +82,9 @@ def part_of(words: Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...
         shape: of the numbers.
         strides: in numbers.
     """
-    part = torch.empty(0, dtype=dtype, device=words.device)
-    return part.set_(words.untyped_storage(), start * _WORD.itemsize // dtype.itemsize, shape, strides)
+    with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
+        part = torch.empty(0, dtype=dtype, device=words.device)
+        return part.set_(words.untyped_storage(), start * _WORD.itemsize // dtype.itemsize, shape, strides)
 
 
 class HostMirror:
@@ -121,9 +122,10 @@ class HostMirror:
         Raises:
             ValueError: there is no room.
         """
-        start, self._num_taken = self._num_taken, self._num_taken + self.aligned(num_words)
-        if self._num_taken > len(self.here):
-            raise ValueError(f"a mirror must have {self._num_taken} words, got {len(self.here)}; HostMirror(num_words)")
+        start, end = self._num_taken, self._num_taken + self.aligned(num_words)
+        if end > len(self.here):
+            raise ValueError(f"a mirror must have {end} words, got {len(self.here)}; HostMirror(num_words)")
+        self._num_taken = end
         return start
 
     @property

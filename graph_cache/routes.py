@@ -260,7 +260,8 @@ def choose(
 
 def _behind_which_rows_may_be(candidate: Registration, matched: Mapping[str, Binding]) -> dict[str, Binding]:
     """The bindings but those that say which rows are of requests, of which rows behind the batch might be live."""
-    return {name: each for name, each in matched.items() if not candidate.inputs[name].on_host}
+    inputs = candidate.inputs
+    return {name: each for name, each in matched.items() if name in inputs and not inputs[name].on_host}
 
 
 def _reason(taken: VariantKey, wanted: VariantKey) -> str | None:

@@ -101,7 +101,7 @@ def capture_variant(
     """The variant of a key: the callable is warmed up, then captured with the copy of its results to the outputs.
 
     Owned inputs of one number a row hold their fill: a callable that keeps a state of its own must not find the last
-    batch. What is bound for results is written by replays alone.
+    batch. So what is bound says nothing of live rows before a replay, and results are written by replays alone.
 
     Raises:
         CaptureError: the callable, or the capture of it, failed.
@@ -114,7 +114,8 @@ def capture_variant(
         for buffer in owned.values():
             buffer.forget()
         tensors, into = statics.read_by(registration, key, owned), statics.written_by(key)
-        results = backend.warm_up(lambda: registration.fn(**tensors))
+        warm = statics.on_padding(registration, tensors)
+        results = backend.warm_up(lambda: registration.fn(**warm))
         outputs = statics.outputs_of(registration, results, key.rows)
         targets = outputs.rows(key.rows) if into is None else into
 

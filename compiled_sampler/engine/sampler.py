@@ -130,6 +130,8 @@ class Sampler(RequestHolder):
         edit_sets = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
         self._runner.register(ways, probabilities, edit_sets, logprobs)
         self._calls = Calls(self._runner, device)
+        self._bound_inputs: dict[str, Tensor] = {}
+        self._bound_outs: list[SampleOutputs | VerifyOutputs] = []
         self._verifier = Verifier(self._runner, self._logits, self._draft_cache, self._calls)
         rows = self._runner.largest_bucket
         with torch.inference_mode(False):  # an even number of each, so that all begin at a multiple of 16 bytes
@@ -527,7 +529,8 @@ class Sampler(RequestHolder):
 
         A step is then one launch. They serve calls that bring the first rows of these tensors, and copy nothing; rows
         up to the bucket are read and written too. A call that brings other logits runs without a graph, one that brings
-        all else elsewhere is replayed with copies. A reference is kept until ``unbind``; what is None stays as it was.
+        all else elsewhere is replayed with copies. A reference is kept until ``unbind``; what is None stays as it was,
+        and variants of what is bound anew are dropped.
 
         Args:
             logits: ``[>= 1, >= V]`` of the target, for ``sample``, ``draft`` and ``verify``.
@@ -547,13 +550,17 @@ class Sampler(RequestHolder):
         given = {name: tensor for name, tensor in numbers.items() if tensor is not None}
         for name, tensor in given.items():
             check_bound_numbers(name, tensor, self.device)
-        if out is not None:
-            check_bound_out(out, self.device, (logits, *given.values()))
+        inputs = self._bound_inputs | given | ({} if logits is None else {"logits": logits})
+        outs = [*self._bound_outs, *([] if out is None else [out])]
+        for each in outs:
+            check_bound_out(each, self.device, (*inputs.values(),))
         self._runner.bind(logits, given, out)
+        self._bound_inputs, self._bound_outs = inputs, outs
 
     def unbind(self) -> None:
-        """Drop all that ``bind`` was given; variants that were captured for it serve nothing any more."""
+        """Drop all that ``bind`` was given, and the variants that were captured for it."""
         self._runner.unbind()
+        self._bound_inputs, self._bound_outs = {}, []
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """``bind(logits=buffer)``; None is ``unbind()``."""

@@ -246,21 +246,33 @@ class StepRunner:
                 report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
     def bind(self, logits: Tensor | None, numbers: Mapping[str, Tensor], out: Any) -> None:
-        """Let variants read logits of the target and numbers in place, and write results; None changes nothing."""
+        """Let variants read logits of the target and numbers in place, and write results; None changes nothing.
+
+        Raises:
+            ValueError: no registered step has drafts or results of such a form.
+        """
         steps = [step for step in self._registered.values() if not step.mode.from_probabilities]
         given = dict(numbers) if logits is None else {"logits": logits, **numbers}
+        buffers: dict[str, set[str]] = {}
         for name, tensor in given.items():
             shape = tensor.shape[1:] if name == "draft_token_ids" else ()
-            for each in {step.buffer(name) for step in steps if not shape or (step.width,) == shape}:
-                self._cache.bind(each, tensor)
+            buffers[name] = {step.buffer(name) for step in steps if not shape or (step.width,) == shape}
+        taking = [step for step in steps if out is not None and has_form(out, _run_nothing(step, self._device))]
+        if not all(buffers.values()) or (out is not None and not taking):
+            which = "out" if all(buffers.values()) else "draft_token_ids"
+            raise ValueError(f"{which} must have the form of a prepared step; Sampler(verifications=, captured_edits=)")
+        for name, names in buffers.items():
+            for each in names:
+                self._cache.bind(each, given[name])
         self._bound = self._bound if logits is None else logits
-        for step in steps if out is not None else ():
-            if has_form(out, _run_nothing(step, self._device)):
-                self._cache.bind_out(step.name, out)
+        for step in taking:
+            self._cache.bind_out(step.name, out)
+        self._cache.evict(unbound=True)
 
     def unbind(self) -> None:
         """Drop everything that was bound."""
         self._cache.unbind()
+        self._cache.evict(unbound=True)
         self._bound = None
 
     def statistics(self) -> SamplerStatistics:

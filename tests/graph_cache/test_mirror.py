@@ -145,6 +145,17 @@ def test_an_interrupt_while_numbers_are_written_moves_nothing(served: Served, mo
     assert served.run(first)
 
 
+def test_a_warm_up_finds_padding_whatever_a_bound_buffer_says_of_live_rows() -> None:
+    spied, bound = Spied(), torch.arange(8)
+    cache = GraphCache("cpu", [8], backend=RecordingBackend(), mirror=HostMirror(16, CPU))
+    cache.register("score", spied, ON_HOST)
+    cache.bind("shift", bound)
+    cache.warmup()
+    assert [each["shift"].tolist() for each in spied.values[:2]] == [[3] * 8] * 2
+    tensors = {**batch(8), "shift": bound}
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+
+
 def test_two_inputs_of_the_host_are_each_as_they_were_brought() -> None:
     def shifted(logits: Tensor, scale: Tensor, shift: Tensor, second: Tensor) -> Scores:
         return Spied()(logits, scale, shift + second)

@@ -148,6 +148,8 @@ def check_bound_out(out: object, device: torch.device, inputs: tuple[Tensor | No
         raise TypeError(f"out must be SampleOutputs or VerifyOutputs, got {type(out).__name__}")
     tokens = out.token_ids
     check_tensor("out.token_ids", tokens, INTEGERS, device)
+    if not tokens.dim() or not tokens.numel():
+        raise ValueError(f"out.token_ids must be [>= 1] or [>= 1, K + 1], got {list(tokens.shape)}")
     columns = tokens.shape[1] if tokens.dim() > 1 else 0
     check_outputs(out, type(out), len(tokens), columns, device, inputs, stops=out.finished is not None)
 

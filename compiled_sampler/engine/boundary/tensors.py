@@ -59,6 +59,8 @@ def check_bound_numbers(name: str, numbers: Tensor, device: torch.device) -> Non
     shape = "[>= 1, K]" if name == "draft_token_ids" else "[>= 1]"
     if numbers.dim() != shape.count(",") + 1 or not numbers.numel():
         raise ValueError(f"{name} must be {shape}, one entry a row, got {list(numbers.shape)}")
+    if name == "slots" and (not numbers.is_contiguous() or numbers.data_ptr() % 16):
+        raise ValueError("slots must be contiguous from a multiple of 16 bytes, got a view; allocate it by itself")
 
 
 def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.device) -> None:

@@ -174,6 +174,9 @@ def test_what_cannot_be_bound_is_refused_and_what_was_bound_stays(sampler):
         ({"positions": torch.zeros(2, 2, dtype=torch.int64, device=device)}, ValueError, r"positions must be \[>= 1\]"),
         ({"slots": torch.zeros(0, dtype=torch.int64, device=device)}, ValueError, r"slots must be \[>= 1\]"),
         ({"slots": torch.zeros(2, device=device)}, TypeError, "slots must be torch.int64 or torch.int32"),
+        ({"slots": torch.zeros(9, dtype=torch.int64, device=device)[1:]}, ValueError, "slots must be contiguous"),
+        ({"draft_token_ids": torch.zeros(2, 5, dtype=torch.int64, device=device)}, ValueError, "form of a prepared"),
+        ({"out": samples(2, device)._replace(token_ids=torch.tensor(1, device=device))}, ValueError, r"\[>= 1\]"),
         ({"out": good}, TypeError, "out must be SampleOutputs or VerifyOutputs, got Tensor"),
         ({"out": samples(2, device)._replace(status=None)}, TypeError, r"out\.status must be a torch.Tensor"),
     ):
@@ -184,6 +187,21 @@ def test_what_cannot_be_bound_is_refused_and_what_was_bound_stays(sampler):
     sampler.unbind()
     sampler.sample(sampler.plan([0, 1], "full"), good[:2], torch.arange(2, device=device))
     assert in_place(sampler, "logits") == 1
+
+
+def test_what_is_bound_in_turns_may_not_overlap(sampler):
+    numbers = torch.zeros(16, dtype=torch.int64, device=sampler.device)
+    sampler.bind(positions=numbers[:9])
+    with pytest.raises(ValueError, match="memory of its own"):
+        sampler.bind(out=samples(8, sampler.device)._replace(token_ids=numbers[8:]))
+
+
+def test_a_sampler_is_warmed_up_under_inference_mode_and_used_outside(reference):
+    sampler, logits, positions = holding("cpu", "eager"), normal(8, 0), torch.arange(8)
+    with torch.inference_mode():
+        bound_to(sampler, logits=logits, positions=positions)
+    found = sampler.sample(sampler.plan(range(R), "full"), logits[:R], positions[:R])
+    assert same(found, reference.sample(reference.plan(range(R), "full"), logits[:R], positions[:R]))
 
 
 def test_capture_seen_says_what_took_its_place():
