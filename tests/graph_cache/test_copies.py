@@ -32,10 +32,11 @@ SMALL = [torch.arange(6), torch.arange(12).view(6, 2), torch.arange(6, dtype=tor
 
 @contextmanager
 def launches() -> Iterator[mock.Mock]:
-    """Copies of several tensors within the block; one that is copied alone is an error."""
+    """Copies of several tensors of one dtype within the block; one that is copied alone is an error."""
     alone = mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own"))
     with mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together, alone:
         yield together
+    assert all(len({each.dtype for each in call.args[0]}) == 1 for call in together.call_args_list)
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])

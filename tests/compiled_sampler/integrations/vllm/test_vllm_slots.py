@@ -44,7 +44,7 @@ def test_an_id_that_comes_again_for_another_request_or_a_longer_prompt_is_added_
     logits = torch.zeros(1, 50)
     logits[0, 40], logits[0, 7] = 1.0, 0.9
     assert sampler.sample(sampler.plan([slot]), logits, torch.tensor([3])).tolist() == [7]
-    slots.of_batch([state("a", seed=9)])
+    slots.of_batch([state("a", [1, 2, 40], seed=9)])
     assert sampler.request(slot).seed == 9
 
 
