@@ -73,6 +73,21 @@ def test_texts_of_few_tokens_are_penalized_by_the_slow_truth(backend, rounds):
     assert long >= rounds
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("repetition_penalty", 2.0), ("frequency_penalty", 1.25), ("presence_penalty", 1.25)]
+)
+def test_a_logit_that_a_penalty_makes_a_denormal_is_0(name, value):
+    """Half of the least normal number, and a quarter of it."""
+    least = 2.0**-126
+    given = {"seed": 1, name: value if name == "repetition_penalty" else value * least}
+    sampler, request = edited_sampler("eager", 1), Request(given, [], [3])
+    logits = torch.zeros(1, V)
+    logits[0, 3] = least
+    made = sampler.edited_logits(sampler.plan([request.added(sampler)]), logits, torch.tensor([1]))
+    assert torch.equal(made.view(torch.int32), edited_rows(logits, [request]).view(torch.int32))
+    assert made[0, 3].view(torch.int32) == 0
+
+
 def test_repetitions_count_up_to_fifty_tokens():
     sampler, logits = Sampler(V, 2, backend="eager", history_len=200), torch.zeros(2, V)
     given = {"seed": 1, "dry_multiplier": 1.0, "dry_base": 1.125}
