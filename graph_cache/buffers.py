@@ -82,6 +82,8 @@ class StaticTensors:
         mirror: of the inputs of the host; None without any.
 
     Attributes:
+        bound: the caller's tensors that variants read in place, by input name.
+        bound_outs: likewise those that variants write, by callable.
         bindings: identity of each bound tensor, by input name.
         outs: likewise of the results that are bound, by callable.
         mirror: as given.
@@ -99,9 +101,9 @@ class StaticTensors:
         self._device = device
         self._inputs: dict[str, InputBuffer] = {}
         self._outputs: dict[str, OutputBuffers] = {}
-        self._bound: dict[str, Tensor] = {}
+        self.bound: dict[str, Tensor] = {}
         self.bindings: dict[str, Binding] = {}
-        self._bound_outs: dict[str, Results] = {}
+        self.bound_outs: dict[str, Results] = {}
         self.outs: dict[str, OutBinding] = {}
 
     def check_mirror(self, inputs: Mapping[str, BufferSpec]) -> None:
@@ -118,19 +120,19 @@ class StaticTensors:
             ValueError: an unknown input, another device, a shorter tail.
         """
         check_tensor(input_name, tensor, self._registry.spec(input_name), self._device)
-        self._bound[input_name] = tensor.detach()
+        self.bound[input_name] = tensor.detach()
         self.bindings[input_name] = Binding.of(input_name, tensor)
 
     def unbind(self, input_name: str | None) -> None:
         """Drop a reference, or all; raise ValueError if the input is unknown or not bound."""
         if input_name is None:
-            for bound in (self._bound, self.bindings, self._bound_outs, self.outs):
+            for bound in (self.bound, self.bindings, self.bound_outs, self.outs):
                 bound.clear()
             return
         self._registry.spec(input_name)
-        if input_name not in self._bound:
-            raise ValueError(f"input {input_name!r} must be bound to be unbound; bound now: {listed(self._bound)}")
-        del self._bound[input_name], self.bindings[input_name]
+        if input_name not in self.bound:
+            raise ValueError(f"input {input_name!r} must be bound to be unbound; bound now: {listed(self.bound)}")
+        del self.bound[input_name], self.bindings[input_name]
 
     def matched(self, tensors: Mapping[str, Given]) -> tuple[str, ...]:
         """The names of the inputs whose tensor matches the bound one."""
@@ -159,13 +161,13 @@ class StaticTensors:
             if name in owned:
                 inputs[name] = owned[name].rows(key.rows * spec.times)
             else:
-                there = self._bound[name]
+                there = self.bound[name]
                 inputs[name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
         return inputs
 
     def on_padding(self, registration: Registration, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The inputs of a variant, with the fill where a caller's tensor says which rows are live."""
-        of_caller = [name for name in tensors if registration.inputs[name].on_host and name in self._bound]
+        of_caller = [name for name in tensors if registration.inputs[name].on_host and name in self.bound]
         return {
             **tensors,
             **{name: torch.full_like(tensors[name], registration.inputs[name].fill) for name in of_caller},
@@ -174,14 +176,14 @@ class StaticTensors:
     def bind_out(self, name: str, out: Results) -> None:
         """Bind tensors ``[rows, *tail]`` for the results of a callable; a reference to them is kept."""
         self._registry.named(name)
-        self._bound_outs[name] = tuple(None if field is None else field.detach() for field in out)
+        self.bound_outs[name] = out
         self.outs[name] = tuple(None if field is None else Binding.of(OUT, field) for field in out)
 
     def written_by(self, key: VariantKey) -> tuple[Tensor | None, ...] | None:
         """The caller's tensors that a variant writes, ``[B, *T]`` each; None if it writes owned outputs."""
         if key.out is None:
             return None
-        return tuple(field if field is None else field[: key.rows] for field in self._bound_outs[key.name])
+        return tuple(field if field is None else field.detach()[: key.rows] for field in self.bound_outs[key.name])
 
     def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:
         """The output buffers of a callable, allocated for the first ``results`` of a layout (``[rows, *T]`` a field).

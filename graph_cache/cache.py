@@ -33,6 +33,10 @@ class GraphCache:
         mirror: where inputs ``on_host`` lie, and what else callables read that the host writes; a run brings over what
             changed. None without any.
 
+    Attributes:
+        bound_inputs: what ``bind`` was given, by input.
+        bound_outs: what ``bind_out`` was given, by callable.
+
     Raises:
         ValueError: no bucket, or one below 1.
     """
@@ -54,6 +58,8 @@ class GraphCache:
         self._registry = Registry()
         self._statics = StaticTensors(self._registry, self.ladder.largest, device, mirror)
         self._variants = Variants(self._registry, self._statics, backend)
+        self.bound_inputs: Mapping[str, Tensor] = self._statics.bound
+        self.bound_outs: Mapping[str, Results] = self._statics.bound_outs
         self._routes = Routes(self._registry, self.ladder, self._variants, device, mirror)
 
     def register(

@@ -80,6 +80,7 @@ def idle_status(table: AnyTable, slots: Tensor) -> Tensor:
 
 def lacks_service(table: SlotTable, slots: Tensor) -> Tensor:
     """Whether a request needs what the step does not serve, bool ``[N]``; of padding, whether slot 0 does."""
+    # Not as in idle_status: with an index clamped at both ends a record of drafts is three kernels, not two.
     return (table.needs[slots.clamp(min=0)] & table.unserved) != 0
 
 

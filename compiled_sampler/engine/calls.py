@@ -72,7 +72,7 @@ class Calls:
             return self.step(key, tensors, out, resolve, is_captured)(*given, out)
         ring = self._ring(out, form(), is_captured)
         results = self.step(key, tensors, ring.oldest, resolve, is_captured)(*given, ring.oldest)
-        ring.turn()  # not after a call that failed: the oldest results may be the last ones
+        ring.turn()
         return results
 
     def step(
@@ -135,7 +135,7 @@ class Calls:
 
 
 class ResultRing:
-    """Results of one form in tensors of the sampler, which come back in turn: a replay then writes them in place."""
+    """Results of one form in tensors of the sampler, which come back in turn."""
 
     def __init__(self, entries: list[Any]) -> None:
         self._entries, self._oldest = entries, 0

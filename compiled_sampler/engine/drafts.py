@@ -181,7 +181,7 @@ ONE_HOT = Proposals()
 
 
 class HandleTokens:
-    """Puts the tokens of handles together, at one address for up to ``rows`` requests, where variants may read them."""
+    """Puts the tokens of handles together, at one address for up to ``rows`` requests, so that calls are known."""
 
     def __init__(self, rows: int, device: torch.device) -> None:
         with torch.inference_mode(False):

@@ -14,7 +14,7 @@ from compiled_sampler.edit_names import CONSUMES, MASK, RESTORES, Leave, without
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.engine.boundary import arguments, settings
 from compiled_sampler.engine.boundary.edits import checked_custom_edits
-from compiled_sampler.engine.boundary.outputs import check_bound_out, check_outputs
+from compiled_sampler.engine.boundary.outputs import check_outputs
 from compiled_sampler.engine.boundary.tensors import (
     RowFormat,
     check_bound_numbers,
@@ -130,8 +130,6 @@ class Sampler(RequestHolder):
         edit_sets = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
         self._runner.register(ways, probabilities, edit_sets, logprobs)
         self._calls = Calls(self._runner, device)
-        self._bound_inputs: dict[str, Tensor] = {}
-        self._bound_outs: list[SampleOutputs | VerifyOutputs] = []
         self._verifier = Verifier(self._runner, self._logits, self._draft_cache, self._calls)
         rows = self._runner.largest_bucket
         with torch.inference_mode(False):  # an even number of each, so that all begin at a multiple of 16 bytes
@@ -299,7 +297,7 @@ class Sampler(RequestHolder):
         return Draft(drawn, law, plan, offset, number)
 
     def _offsets_of(self, offset: int, count: int) -> Tensor:
-        """The offset ``count`` times, int64; in a batch that may be captured at one address, where variants read it."""
+        """The offset ``count`` times, int64; in a batch that may be captured at one address: calls are known by it."""
         kept = self._offsets[offset]
         return kept[:count] if count <= len(kept) else kept[:1].repeat(count)
 
@@ -550,17 +548,11 @@ class Sampler(RequestHolder):
         given = {name: tensor for name, tensor in numbers.items() if tensor is not None}
         for name, tensor in given.items():
             check_bound_numbers(name, tensor, self.device)
-        inputs = self._bound_inputs | given | ({} if logits is None else {"logits": logits})
-        outs = [*self._bound_outs, *([] if out is None else [out])]
-        for each in outs:
-            check_bound_out(each, self.device, (*inputs.values(),))
-        self._runner.bind(logits, given, out)
-        self._bound_inputs, self._bound_outs = inputs, outs
+        self._runner.bind(given if logits is None else {"logits": logits, **given}, out)
 
     def unbind(self) -> None:
         """Drop all that ``bind`` was given, and the variants that were captured for it."""
         self._runner.unbind()
-        self._bound_inputs, self._bound_outs = {}, []
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """``bind(logits=buffer)``; None is ``unbind()``."""

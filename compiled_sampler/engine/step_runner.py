@@ -15,7 +15,7 @@ from torch import Tensor
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
 from compiled_sampler.edit_names import GIVEN, LEAVES, MASK
 from compiled_sampler.engine.boundary.arguments import check_modes, check_not_capturing
-from compiled_sampler.engine.boundary.outputs import copied, empty_outputs, has_form
+from compiled_sampler.engine.boundary.outputs import check_bound_out, copied, empty_outputs, has_form
 from compiled_sampler.engine.drafts import DraftCache
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.requests.edit_slots import EditSlots
@@ -96,7 +96,6 @@ class StepRunner:
         self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, staged.mirror.there.device
         self._edits, self._logprobs, self.custom = edits, logprobs, edits.custom
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
-        self._bound: Tensor | None = None
         self._cache = GraphCache(self._device, buckets, mirror=staged.mirror)
         self.largest_bucket = self._cache.ladder.largest  # rows of the largest batch that is captured
         self._sizes = sorted({*self._cache.ladder.sizes, most})
@@ -245,35 +244,44 @@ class StepRunner:
                 self._call(step, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
                 report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
-    def bind(self, logits: Tensor | None, numbers: Mapping[str, Tensor], out: Any) -> None:
-        """Let variants read logits of the target and numbers in place, and write results; None changes nothing.
+    def bind(self, inputs: Mapping[str, Tensor], out: Any) -> None:
+        """Let variants read inputs in place, logits of the target among them, and write results, unless out is None.
 
         Raises:
-            ValueError: no registered step has drafts or results of such a form.
+            TypeError, ValueError: ``out`` that is no results, or shares memory with what is bound; no registered step
+                has drafts or results of such a form.
         """
         steps = [step for step in self._registered.values() if not step.mode.from_probabilities]
-        given = dict(numbers) if logits is None else {"logits": logits, **numbers}
-        buffers: dict[str, set[str]] = {}
-        for name, tensor in given.items():
+        read: dict[str, Tensor] = {}
+        for name, tensor in inputs.items():
             shape = tensor.shape[1:] if name == "draft_token_ids" else ()
-            buffers[name] = {step.buffer(name) for step in steps if not shape or (step.width,) == shape}
-        taking = [step for step in steps if out is not None and has_form(out, _run_nothing(step, self._device))]
-        if not all(buffers.values()) or (out is not None and not taking):
-            which = "out" if all(buffers.values()) else "draft_token_ids"
-            raise ValueError(f"{which} must have the form of a prepared step; Sampler(verifications=, captured_edits=)")
-        for name, names in buffers.items():
-            for each in names:
-                self._cache.bind(each, given[name])
-        self._bound = self._bound if logits is None else logits
-        for step in taking:
-            self._cache.bind_out(step.name, out)
+            names = {step.buffer(name) for step in steps if not shape or (step.width,) == shape}
+            if not names:
+                raise ValueError(f"{name} must have the form of a prepared step; Sampler(verifications=...)")
+            read |= dict.fromkeys(names, tensor)
+        written = {
+            step.name: out for step in steps if out is not None and has_form(out, _run_nothing(step, self._device))
+        }
+        outs = {id(each): each for each in ({**self._cache.bound_outs, **written}).values()}
+        for each in (outs if out is None else {**outs, id(out): out}).values():
+            check_bound_out(each, self._device, (*{**self._cache.bound_inputs, **read}.values(),))
+        if out is not None and not written:
+            raise ValueError("out must have the form of a prepared step; Sampler(verifications=, captured_edits=)")
+        for name, tensor in read.items():
+            self._cache.bind(name, tensor)
+        for name in written:
+            self._cache.bind_out(name, out)
         self._cache.evict(unbound=True)
 
     def unbind(self) -> None:
         """Drop everything that was bound."""
         self._cache.unbind()
         self._cache.evict(unbound=True)
-        self._bound = None
+
+    @property
+    def _bound(self) -> Tensor | None:
+        """The logits of the target that are bound."""
+        return self._cache.bound_inputs.get("logits")
 
     def statistics(self) -> SamplerStatistics:
         """The counts of the graph cache, the memory that it holds, and how compiled stages run."""

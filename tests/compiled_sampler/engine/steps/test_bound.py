@@ -194,6 +194,12 @@ def test_what_is_bound_in_turns_may_not_overlap(sampler):
     sampler.bind(positions=numbers[:9])
     with pytest.raises(ValueError, match="memory of its own"):
         sampler.bind(out=samples(8, sampler.device)._replace(token_ids=numbers[8:]))
+    results = samples(7, sampler.device)._replace(token_ids=numbers[9:])
+    sampler.bind(out=results)
+    with pytest.raises(ValueError, match="memory of its own"):
+        sampler.bind(positions=numbers)
+    sampler.bind(out=samples(8, sampler.device))
+    sampler.bind(positions=numbers)  # results that gave way to others are nobody's any more
 
 
 def test_a_sampler_is_warmed_up_under_inference_mode_and_used_outside(reference):
