@@ -183,7 +183,7 @@ def row_nan_bits(nan_bits: Tensor, width: int) -> Tensor:
 def rows_of_blocks(keys: Tensor, row_slots: RowSlots, *, stream: int) -> tuple[RowParams, Tensor]:
     """``gather_rows`` and the largest logit of each row, float32 ``[R]``, from order keys ``[R, B]`` of its blocks."""
     rows = gather_rows(row_slots, stream=stream)
-    return rows, _largest_of_live(keys, rows.live)
+    return rows, _largest_of_live(keys, row_slots.slots >= 0)
 
 
 def mass_units(keys: Tensor, row_slots: RowSlots) -> tuple[Tensor, Tensor]:

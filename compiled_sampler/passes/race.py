@@ -110,8 +110,13 @@ def first_from_blocks(
     logits: AnyLogits, blocks: BlockMaxima, row_slots: RowSlots, *, vocab_size: int, block: int
 ) -> SampleOutputs:
     """The first token of each row's order, ``[R]``: greedy sampling."""
-    first, nan_bits = first_token(logits, blocks, vocab_size, block)
-    return tokens_from_packed(first, nan_bits, idle_status(row_slots.table, row_slots.slots))
+    # nan_bits are never negative, so their maximum can say too that a row is idle. Then a GPU reads what the row needs
+    # while it reduces; after the reductions it would wait for it.
+    marks = -idle_status(row_slots.table, row_slots.slots).abs()
+    marked = torch.where(marks[:, None] < 0, marks[:, None], blocks.nan_bits)
+    first, nan_bits = first_token(logits, blocks._replace(nan_bits=marked), vocab_size, block)
+    idle = torch.where(nan_bits < -1, -nan_bits, nan_bits.clamp(max=0))
+    return tokens_from_packed(first, nan_bits, idle)
 
 
 def draw_from_candidates(
