@@ -54,7 +54,8 @@ def with_scale(row_slots: RowSlots, scale: Tensor) -> RowSlots:
 def gather_rows(row_slots: RowSlots, *, stream: int | Tensor) -> RowParams:
     """The parameters and noise keys of each row, ``[R]`` each."""
     table, slots, positions, offsets = row_slots
-    slot, idle = slots.clamp(min=0), idle_status(table, slots)
+    slot = slots.clamp(min=0)
+    idle = _idle(slots, None if isinstance(table, RowEntries) else table.needs[slot] & table.unserved)
     return RowParams(
         live=idle == 0,
         idle=idle,
@@ -69,12 +70,18 @@ def gather_rows(row_slots: RowSlots, *, stream: int | Tensor) -> RowParams:
 
 def idle_status(table: AnyTable, slots: Tensor) -> Tensor:
     """The status of rows that draw nothing, int32 ``[R]``: -1 for padding, or ``NOT_COVERED``; 0 for live rows."""
+    if isinstance(table, RowEntries):
+        return _idle(slots, None)
+    # An index that is asserted is a barrier, which greedy's last kernel would wait for: it is clamped instead.
+    slot = slots.clamp(0, table.needs.shape[0] - 1)
+    return _idle(slots, torch.ops.aten._unsafe_index(table.needs, [slot]) & table.unserved)
+
+
+def _idle(slots: Tensor, lacking: Tensor | None) -> Tensor:
+    """``idle_status`` of rows whose requests lack these services, int64 ``[R]``; None where all are served."""
     idle = torch.where(slots < 0, -1, 0)
-    if not isinstance(table, RowEntries):
-        # An index that is asserted is a barrier, which greedy's last kernel would wait for: it is clamped instead.
-        slot = slots.clamp(0, table.needs.shape[0] - 1)
-        is_unserved = (torch.ops.aten._unsafe_index(table.needs, [slot]) & table.unserved) != 0
-        idle = torch.where((slots >= 0) & is_unserved, int(RowStatus.NOT_COVERED), idle)
+    if lacking is not None:
+        idle = torch.where((slots >= 0) & (lacking != 0), int(RowStatus.NOT_COVERED), idle)
     return idle.to(torch.int32)
 
 
