@@ -142,7 +142,7 @@ class GraphCache:
         """Capture every variant that is not held yet, the largest bucket first.
 
         What is bound and has enough rows for the bucket is read and written in place; all else gets owned buffers.
-        Where inputs of few numbers a row or results are bound, a second variant is for batches that bring others.
+        Where results or inputs of few numbers a row are bound, further variants are for batches that bring others.
 
         Args:
             names: registered callables; None for all.

@@ -154,12 +154,12 @@ def keys_of(
 ) -> list[VariantKey]:
     """The keys under which tensors with such bindings are served at a bucket, those with the fewest copies first.
 
-    A variant works in place on all that is bound. Where a batch brings few numbers a row or ``out`` elsewhere, they are
-    copied, and one that is bound to the long rows alone serves it.
+    A variant works in place on all that is bound. One without ``out`` serves batches that want new results, and where a
+    batch brings few numbers a row elsewhere, they are copied, and one that is bound to the long rows alone serves it.
     """
     usable = usable_bindings(inputs, bindings, bucket)
     if out is not None and any(place is not None and place.shape[0] < bucket for place in out):
         out = None
     long = tuple(each for each in usable or () if math.prod(inputs[each.input_name].shape) > _FEW) or None
-    keys = VariantKey(name, bucket, usable, out), VariantKey(name, bucket, long)
+    keys = VariantKey(name, bucket, usable, out), VariantKey(name, bucket, usable), VariantKey(name, bucket, long)
     return list(dict.fromkeys(keys))
