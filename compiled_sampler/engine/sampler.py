@@ -23,7 +23,7 @@ from compiled_sampler.engine.boundary.tensors import (
     check_logits_buffer,
     check_positions,
 )
-from compiled_sampler.engine.calls import Calls, ResultForm, Ring
+from compiled_sampler.engine.calls import Calls, without_ring
 from compiled_sampler.engine.drafts import ONE_HOT, Draft, DraftCache, Proposals, in_sampler_dtype
 from compiled_sampler.engine.plan import Plan, check_has_boundary, check_has_drafts, check_has_positions
 from compiled_sampler.engine.request_holder import RequestHolder
@@ -129,7 +129,7 @@ class Sampler(RequestHolder):
         logprobs = settings.checked_logprobs(captured_logprobs, self.vocab_size)
         edit_sets = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
         self._runner.register(ways, probabilities, edit_sets, logprobs)
-        self._calls = Calls(self._runner, device)
+        self._calls = Calls(self._runner)
         self._verifier = Verifier(self._runner, self._logits, self._draft_cache, self._calls)
         rows = self._runner.largest_bucket
         with torch.inference_mode(False):  # an even number of each, so that all begin at a multiple of 16 bytes
@@ -148,7 +148,7 @@ class Sampler(RequestHolder):
         plan: Plan,
         logits: Tensor,
         positions: Tensor,
-        out: SampleOutputs | Ring | None = None,
+        out: SampleOutputs | None = None,
         *,
         token_bitmask: Tensor | None = None,
         edit_inputs: Mapping[str, Tensor] | None = None,
@@ -167,7 +167,6 @@ class Sampler(RequestHolder):
             positions: int64 or int32 ``[R]``, >= 0, the position of the token that each row draws.
             out: tensors that take the results; a replay then allocates nothing. ``token_ids`` may be int32, see
                 ``SampleOutputs``; with edits there must be a field ``finished``, with logprobs a field ``logprobs``.
-                "ring" for tensors of the sampler, which the second next call with results of this form overwrites.
             token_bitmask: int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first, as
                 xgrammar has it; all ones masks none.
             edit_inputs: the tensors that edits of the user declare, by name, a row for each row of logits; those of
@@ -183,25 +182,21 @@ class Sampler(RequestHolder):
             RuntimeError: an outer capture needs a kernel that was never compiled.
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
-        is_captured = self._check_current(plan)
+        out, is_captured = without_ring(out), self._check_current(plan)
         edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs, consume_logits, logprobs)
         rows, tensors = len(plan.slots), {"logits": logits, "positions": positions, **edit_tensors}
         if consume_logits is not False:
             check_logits(logits, rows, self._logits)
             check_consumes(consume_logits, logits, *edit_tensors.values(), *self._custom.states.every)
 
-        def form() -> ResultForm:
-            arguments.check_logprobs(logprobs, self.vocab_size)
-            return ResultForm(SampleOutputs, rows, 0, bool(edits), logprobs)
-
-        def resolve(out: SampleOutputs | None) -> ResolvedStep:
+        def resolve() -> ResolvedStep:
             self._check_sample(plan, tensors, out, edits, logprobs)
             step = Step("sample", plan.mode, edits=edits, logprobs=logprobs)
             return self._runner.resolve(step, plan, tensors, out)
 
         key = "sample", plan.mode.name, rows, plan.num_drafts is None, plan.replaced, edits, logprobs
         read = (*tensors.values(), *plan.slot_buffers)
-        drawn: SampleOutputs = self._calls.answer(key, read, out, form, resolve, is_captured, plan, tensors)
+        drawn: SampleOutputs = self._calls.step(key, read, out, resolve, is_captured)(plan, tensors, out)
         return drawn
 
     def _edits_of(
@@ -280,13 +275,12 @@ class Sampler(RequestHolder):
         if not coupled:
             tensors["offsets"] = self._offsets_of(offset, count)
 
-        def resolve(out: SampleOutputs | None) -> ResolvedStep:
+        def resolve() -> ResolvedStep:
             check_logits(tensors["logits"], count, self._logits, "draft_logits")
             check_positions(positions, count, self.device)
             self._custom.check_given(plan.edits, edit_tensors, count, self.device)
-            return self._runner.resolve(
-                Step("sample" if coupled else "draft", plan.mode, edits=edits), plan, tensors, out
-            )
+            step = Step("sample" if coupled else "draft", plan.mode, edits=edits)
+            return self._runner.resolve(step, plan, tensors, None)
 
         key = "draft", plan.mode.name, count, plan.num_drafts is None, plan.replaced, coupled, edits
         step = self._calls.step(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
@@ -312,7 +306,7 @@ class Sampler(RequestHolder):
         draft_probs: Tensor | None = None,
         draft_logits: Tensor | None = None,
         draft_logits_are: str = "raw",
-        out: VerifyOutputs | Ring | None = None,
+        out: VerifyOutputs | None = None,
         bonus_token_ids: None = None,
         token_bitmask: Tensor | None = None,
         edit_inputs: Mapping[str, Tensor] | None = None,
@@ -335,7 +329,7 @@ class Sampler(RequestHolder):
             draft_logits_are: "raw", to be edited and filtered here with the request's own parameters; or "processed" by
                 the drafter, which drew from their softmax: no edit, temperature or filter is applied to them.
             out: tensors that take the results, ``[N, K+1]`` and ``[N]``; tokens and counts may be int32, see
-                ``VerifyOutputs``; or "ring", as in ``sample``.
+                ``VerifyOutputs``.
             bonus_token_ids: refused; the token after the last accepted draft is drawn here, from its own row.
             token_bitmask: as in ``sample``, one row for each row of logits: row j is of the text after j drafts.
             edit_inputs: as in ``sample``, one row for each row of logits.
@@ -361,7 +355,7 @@ class Sampler(RequestHolder):
             draft_token_ids, proposals = self._verifier.of_handles(plan, draft_token_ids, rule, proposals, is_captured)
         tensors = logits, draft_token_ids, positions, proposals
         call = VerifyCall(*tensors, edits, edit_tensors, consume_logits, logprobs, is_captured)
-        return self._verifier.run(plan, plan.mode, rule, call, out)
+        return self._verifier.run(plan, plan.mode, rule, call, without_ring(out))
 
     def verify_from_probs(
         self,
@@ -371,7 +365,7 @@ class Sampler(RequestHolder):
         positions: Tensor,
         draft_probs: Tensor | None = None,
         rule: str = "match",
-        out: VerifyOutputs | Ring | None = None,
+        out: VerifyOutputs | None = None,
         *,
         bonus_token_ids: None = None,
         logprobs: None = None,
@@ -401,7 +395,7 @@ class Sampler(RequestHolder):
         is_captured = self._check_current(plan)
         tensors = target_probs, draft_token_ids, positions, Proposals(draft_probs)
         call = VerifyCall(*tensors, plan.edits, is_captured=is_captured)
-        return self._verifier.run(plan, probabilities_mode(self.vocab_size), rule, call, out)
+        return self._verifier.run(plan, probabilities_mode(self.vocab_size), rule, call, without_ring(out))
 
     def probs(
         self,

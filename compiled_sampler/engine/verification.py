@@ -22,7 +22,7 @@ from compiled_sampler.engine.boundary.tensors import (
     check_logits,
     check_positions,
 )
-from compiled_sampler.engine.calls import Calls, ResultForm, Ring
+from compiled_sampler.engine.calls import Calls
 from compiled_sampler.engine.drafts import (
     ONE_HOT,
     Draft,
@@ -95,9 +95,7 @@ class Verifier:
         is_kept = self._runner.backend == "graph" and not is_captured  # variants are replayed one after the other
         return self._tokens.of(drafts, len(plan.slots), is_kept=is_kept), drawn_from
 
-    def run(
-        self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: VerifyOutputs | Ring | None
-    ) -> VerifyOutputs:
+    def run(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: VerifyOutputs | None) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify``."""
         target, token_ids, positions, proposals, edits, edit_tensors, consumes, logprobs, is_captured = call
         drawn_from = () if proposals is ONE_HOT else (*proposals.tensors,)
@@ -107,12 +105,7 @@ class Verifier:
             states = self._runner.custom.states.every
             check_consumes(consumes, target, *drawn_from, *edit_tensors.values(), *states)
 
-        def form() -> ResultForm:
-            check_drafts(token_ids, len(plan.slots), plan.width, plan.num_proposals, self._logits.device)
-            check_logprobs(logprobs, self._logits.vocab_size)
-            return ResultForm(VerifyOutputs, len(plan.slots), call.width(plan) + 1, bool(edits), logprobs)
-
-        def resolve(out: VerifyOutputs | None) -> ResolvedStep:
+        def resolve() -> ResolvedStep:
             self._check(plan, mode, rule, call, out)
             return self._resolve(plan, mode, rule, call, out)
 
@@ -120,7 +113,7 @@ class Verifier:
         key = (*shape, rule, forms, edits, logprobs)
         tensors = (target, token_ids, positions, *drawn_from, *edit_tensors.values())
         read = (*tensors, *plan.device_tensors) if plan.replaced else tensors
-        verified: VerifyOutputs = self._calls.answer(key, read, out, form, resolve, is_captured, plan, call)
+        verified: VerifyOutputs = self._calls.step(key, read, out, resolve, is_captured)(plan, call, out)
         return verified
 
     def _check(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> None:

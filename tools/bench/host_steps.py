@@ -104,7 +104,6 @@ class Steps:
         """Each step with its name."""
         kept = self._sampler.plan(self._slots[: self._rows])
         yield "kept plan, out=", lambda: self._sampler.sample(kept, self._logits, self._positions, self._out)
-        yield "kept plan, out='ring'", lambda: self._sampler.sample(kept, self._logits, self._positions, "ring")
         yield "kept plan", lambda: self._sampler.sample(kept, self._logits, self._positions)
         yield "another batch", lambda: self._sampled(self._batch())
         yield "one request leaves, another comes", self._churn

@@ -55,7 +55,7 @@ def check_outputs(
     if not isinstance(out, kind):
         names = ", ".join(wanted_fields)
         shown = repr(out) if isinstance(out, str) else type(out).__name__
-        raise TypeError(f"out must be {kind.__name__} or 'ring', got {shown}; {kind.__name__}({names})")
+        raise TypeError(f"out must be {kind.__name__}, got {shown}; {kind.__name__}({names})")
     every = _flat_fields(out, logprobs)
     fields = {name: field for name, field in every.items() if field is not None or name in wanted_fields}
     _check_names(fields, wanted_fields, rows)

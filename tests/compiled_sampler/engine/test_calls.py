@@ -167,10 +167,10 @@ class Runner:
 
 def test_few_calls_are_kept_and_none_of_another_generation():
     runner = Runner()
-    known, tensors = Calls(runner, torch.device("cpu")), (torch.zeros(1),)
+    known, tensors = Calls(runner), (torch.zeros(1),)
 
     def step(i: int, wanted: object) -> object:
-        return known.step(("full", i), tensors, None, lambda _: wanted, False)
+        return known.step(("full", i), tensors, None, lambda: wanted, False)
 
     for i in range(3 * calls.MOST_CALLS):
         assert step(i, i) == i
@@ -182,7 +182,7 @@ def test_few_calls_are_kept_and_none_of_another_generation():
 
 
 def test_calls_on_the_same_memory_are_told_apart():
-    known = Calls(Runner(), torch.device("cpu"))
+    known = Calls(Runner())
     x, out = torch.zeros(8), SampleOutputs(torch.zeros(4), torch.zeros(4, dtype=torch.int32))
     given = [(each, into) for each in (x, x[:4], x.view(2, 4), x.view(torch.int32)) for into in (None, out)]
     given += [(x, out._replace(token_ids=None)), (x, tuple(out)), (x, out._replace(logprobs=LogprobOutputs(x)))]
@@ -191,7 +191,20 @@ def test_calls_on_the_same_memory_are_told_apart():
             for is_captured in (False, True):
                 wanted = i, is_captured
                 made = wanted if repeat == 0 else "another"
-                assert known.step(("step",), (tensor,), into, lambda _, made=made: made, is_captured) == wanted
+                assert known.step(("step",), (tensor,), into, lambda made=made: made, is_captured) == wanted
+
+
+def test_a_ring_of_results_says_what_took_its_place(reference):
+    logits, positions, drafts = torch.randn(8, V), torch.arange(2), torch.zeros(2, 3, dtype=torch.int64)
+    plan, counted = reference.plan([2, 1]), reference.plan([2, 1], num_drafts=[3, 3])
+    with pytest.warns(DeprecationWarning, match=r"bind\(out=\) before warmup"):
+        found = reference.sample(plan, logits[:2], positions, "ring")
+    assert same(found, reference.sample(plan, logits[:2], positions))
+    with pytest.warns(DeprecationWarning, match=r"bind\(out=\) before warmup"):
+        verified = reference.verify(counted, logits, drafts, positions, out="ring")
+    assert same(verified, reference.verify(counted, logits, drafts, positions))
+    with pytest.raises(TypeError, match="out must be SampleOutputs, got 'RING'"):
+        reference.sample(plan, logits[:2], positions, "RING")
 
 
 def test_one_row_may_have_any_strides(reference):

@@ -30,12 +30,11 @@ from tools.bench.host_steps import bound_to, num_slots, sampled_steps
 
 ASKED = {
     "kept plan, out=": {"graphs": 1, "launches": 0, "copies": 0, "allocations": 0},
-    "kept plan, out='ring'": {"graphs": 1, "launches": 1, "copies": 1, "allocations": 0},
-    "kept plan": {"graphs": 1, "launches": 1, "copies": 1, "allocations": 2},
+    "kept plan": {"graphs": 1, "launches": 1, "copies": 0, "allocations": 2},
     "another batch": {"graphs": 1, "launches": 0, "copies": 1, "allocations": 0},
     "one request leaves, another comes": {"graphs": 1, "launches": 0, "copies": 1, "allocations": 0},
 }
-"""What a step of bound tensors asks for: a copy of what the host wrote, and of other ``out`` copies in and out."""
+"""What a step of bound tensors asks for: a copy of what the host wrote, and a copy of new results."""
 BARE_US = {(COPY, ALONE): 1, (LAUNCH, ALONE): 2, (COPY, IN_STEP): 5, (LAUNCH, IN_STEP): 7}
 VERIFIED = "verify, new ragged plan", "verify, other drafts of a plan", "3 drafts, verify, kept plan"
 

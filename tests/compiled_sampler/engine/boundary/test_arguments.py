@@ -194,7 +194,7 @@ def test_wrong_positions_are_refused(refused, positions, error, words):
 @pytest.mark.parametrize(
     ("out", "error", "words"),
     [
-        (tuple(new_outputs(R)), TypeError, "out must be SampleOutputs or 'ring', got tuple; SampleOutputs(token_ids, "),
+        (tuple(new_outputs(R)), TypeError, "out must be SampleOutputs, got tuple; SampleOutputs(token_ids, "),
         (new_outputs(R)._replace(token_ids=[0] * R), TypeError, "out.token_ids must be a torch.Tensor, got list"),
         (
             new_outputs(R)._replace(status=torch.zeros(R)),

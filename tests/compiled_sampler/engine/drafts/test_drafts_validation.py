@@ -132,7 +132,7 @@ WRONG = [
     ({"positions": [0, 1, 2]}, TypeError, "positions must be a torch.Tensor, got list"),
     ({"positions": torch.arange(R)}, ValueError, "positions must be [3], one a slot of the plan, got [8]"),
     ({"logits": values(0, N, V)}, ValueError, "logits must be [8, >= 40], got [3, 40]"),
-    ({"out": new_outputs(N)}, TypeError, "must be VerifyOutputs or 'ring', got SampleOutputs; VerifyOutputs(token_ids"),
+    ({"out": new_outputs(N)}, TypeError, "must be VerifyOutputs, got SampleOutputs; VerifyOutputs(token_ids"),
     ({"out": outputs(width=2)}, ValueError, "out.token_ids must be [3, 4], as the plan has it, got [3, 3]"),
     ({"out": outputs()._replace(num_matching=torch.zeros(4).long())}, ValueError, "out.num_matching must be [3]"),
     ({"out": outputs()._replace(status=torch.zeros(N).long())}, TypeError, "out.status must be torch.int32, got"),
