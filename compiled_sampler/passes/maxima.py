@@ -114,7 +114,8 @@ def _order_maxima(slices: list[Slice], by_bits: bool, names: bool) -> BlockMaxim
 def marked(blocks: BlockMaxima, row_slots: RowSlots) -> BlockMaxima:
     """The same blocks, whose ``nan_bits`` are below 0 in idle rows, see ``idle_of``."""
     mark = -idle_status(row_slots.table, row_slots.slots).abs()[:, None]
-    return blocks._replace(nan_bits=torch.where(mark < 0, mark, blocks.nan_bits))
+    # Torch 2.11 cannot compile _replace of a tuple that was made in the same stage.
+    return BlockMaxima(blocks.keys, torch.where(mark < 0, mark, blocks.nan_bits), blocks.token_ids)
 
 
 def idle_of(nan_bits: Tensor) -> Tensor:
