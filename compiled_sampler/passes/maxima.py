@@ -27,7 +27,7 @@ from compiled_sampler.core.order import (
     packed_id,
     visible,
 )
-from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, idle_status
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.edit_tables import CustomTables
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.custom import customized
@@ -69,19 +69,10 @@ class BlockMaxima(NamedTuple):
 
 
 def order_maxima(
-    logits: AnyLogits,
-    row_slots: RowSlots | None = None,
-    *,
-    vocab_size: int,
-    block: int,
-    slices: int = 1,
-    by_bits: bool = False,
-    names: bool = False,
+    logits: AnyLogits, *, vocab_size: int, block: int, slices: int = 1, by_bits: bool = False, names: bool = False
 ) -> BlockMaxima:
     """The largest order key of each block of a row, int32 ``[R, B]``, with ``nan_bits`` and, if asked, token ids."""
-    # With row_slots, the blocks are marked: a GPU reads what the rows need while it waits for logits.
-    blocks = _order_maxima(logit_slices(logits, vocab_size, block, slices), by_bits, names)
-    return blocks if row_slots is None else marked(blocks, row_slots)
+    return _order_maxima(logit_slices(logits, vocab_size, block, slices), by_bits, names)
 
 
 def order_maxima_of(
@@ -109,18 +100,6 @@ def _order_maxima(slices: list[Slice], by_bits: bool, names: bool) -> BlockMaxim
         best = key = largest_key(*(x for x, _ in slices))
     token_ids = first_of(values, best, slices[0].ids) if names else None
     return BlockMaxima(key, nan_bits_of(*(x for x, _ in slices), by_bits=by_bits), token_ids)
-
-
-def marked(blocks: BlockMaxima, row_slots: RowSlots) -> BlockMaxima:
-    """The same blocks, whose ``nan_bits`` are below 0 in idle rows, see ``idle_of``."""
-    mark = -idle_status(row_slots.table, row_slots.slots).abs()[:, None]
-    # Torch 2.11 cannot compile _replace of a tuple that was made in the same stage.
-    return BlockMaxima(blocks.keys, torch.where(mark < 0, mark, blocks.nan_bits), blocks.token_ids)
-
-
-def idle_of(nan_bits: Tensor) -> Tensor:
-    """The ``idle_status`` of each row, int32 ``[R]``, from the ``nan_bits`` ``[R]`` of marked blocks."""
-    return torch.where(nan_bits < -1, -nan_bits, nan_bits.clamp(max=0))
 
 
 def largest_key(*slices: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from compiled_sampler.core.order import (
     packed_key,
     score_order,
 )
-from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, idle_status
 from compiled_sampler.core.score import admitted_bits, admitted_key, score_key
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_slices, widened
 from compiled_sampler.passes.candidates import sort
@@ -37,8 +37,6 @@ from compiled_sampler.passes.maxima import (
     best_named,
     first_of,
     first_token,
-    idle_of,
-    marked,
     nan_bits_of,
     row_nan_bits,
 )
@@ -109,13 +107,11 @@ def draw_from_blocks(
 
 
 def first_from_blocks(
-    logits: AnyLogits, blocks: BlockMaxima, row_slots: RowSlots | None = None, *, vocab_size: int, block: int
+    logits: AnyLogits, blocks: BlockMaxima, row_slots: RowSlots, *, vocab_size: int, block: int
 ) -> SampleOutputs:
-    """The first token of each row's order, ``[R]``: greedy sampling. ``row_slots`` where blocks are not yet marked."""
-    if row_slots is not None:
-        blocks = marked(blocks, row_slots)
+    """The first token of each row's order, ``[R]``: greedy sampling."""
     first, nan_bits = first_token(logits, blocks, vocab_size, block)
-    return tokens_from_packed(first, nan_bits, idle_of(nan_bits))
+    return tokens_from_packed(first, nan_bits, idle_status(row_slots.table, row_slots.slots))
 
 
 def draw_from_candidates(

@@ -43,7 +43,7 @@ from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.kept import cut_of_drawn, kept_of_token
-from compiled_sampler.passes.maxima import BlockMaxima, order_maxima, rows_of_blocks
+from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
 from compiled_sampler.passes.race import (
     draw_and_keep,
     draw_from_blocks,
@@ -126,9 +126,8 @@ def draw_tokens(
     if not mode.draws:  # greedy: the largest logit, and of equal logits the lowest id
         if maxima is not None:
             return run(first_from_blocks, logits, maxima, row_slots, **schedule.copied.blocks)
-        names = schedule.names_tokens
-        blocks = run(order_maxima, logits, row_slots, **schedule.order.reduction, names=names)
-        return run(first_from_blocks, logits, blocks, **schedule.order.blocks)
+        blocks = block_maxima(schedule, logits, run)
+        return run(first_from_blocks, logits, blocks, row_slots, **schedule.order.blocks)
     if mode.searches:
         return _draw_beyond_candidates(schedule, logits, row_slots, stream, run, maxima)
     if mode.capacity:  # every filter ends within the candidates, for rows with top_k <= C

@@ -17,6 +17,7 @@ from torch import Tensor
 _DEFINITION = re.compile(r"^(\w+) = async_compile\.(triton|cpp_pybinding)\(.*?'''(.*?)'''", re.M | re.S)
 _EARLY = re.compile(r"'launch_pdl': True")
 _WAITS = re.compile(r"^def \w+\((?:(?!tl\.(?:load|store)\().)*?\.gdc_wait\(\)", re.M | re.S)
+_WAITS_FOR_TILES = re.compile(r"^def \w+\((?:(?!tl\.store\(|tl\.load\([^\n]*\br0_).)*?\.gdc_wait\(\)", re.M | re.S)
 _CALLS = re.compile(
     r"^(?:def (?:call|partition_\d+)\(|class Runner\b).*?(?=^def \w+_args\(|^def benchmark_|\Z)", re.M | re.S
 )
@@ -55,11 +56,13 @@ def fallbacks(code: str) -> Counter[str]:
     return Counter(_FALLBACK.findall(_calls(code)))
 
 
-def hasty(code: str) -> list[str]:
-    """Kernels that may start before the one before them ends (PDL) and touch memory before they wait for its end."""
-    return [
-        name for name, _, source in _DEFINITION.findall(code) if _EARLY.search(source) and not _WAITS.search(source)
-    ]
+def hasty(code: str, *, looks_ahead: bool = False) -> list[str]:
+    """Kernels that may start before the one before them ends (PDL) and touch memory before they wait for its end.
+
+    With ``looks_ahead``, kernels of reductions may read before it what they do not reduce.
+    """
+    waits = _WAITS_FOR_TILES if looks_ahead else _WAITS
+    return [name for name, _, source in _DEFINITION.findall(code) if _EARLY.search(source) and not waits.search(source)]
 
 
 def moved_bytes(kernel: Kernel, arguments: Sequence[Any]) -> tuple[int, int]:

@@ -80,8 +80,9 @@ def _triton_patches(tuning: StageTuning, rows: int, block: int) -> Iterator[Abst
     tile = tuning.tile_for(rows, block)
     if tile is not None:
         yield fixed(tile)
-    if tuning.streams or tuning.launches_next_promptly or (tile is not None and tile.least == 1):
-        yield rewritten(streams=tuning.streams, prompts=tuning.launches_next_promptly)
+    how = {"streams": tuning.streams, "prompts": tuning.launches_next_promptly, "looks_ahead": tuning.looks_ahead}
+    if any(how.values()) or (tile is not None and tile.least == 1):
+        yield rewritten(**how)
 
 
 @contextmanager

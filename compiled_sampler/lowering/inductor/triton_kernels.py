@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,6 +15,8 @@ from compiled_sampler.lowering.stages.tuning import Tile
 
 _POLICY = re.compile(r", eviction_policy='\w+'")
 _WAIT, _LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
+_VALUE = re.compile(r"(tmp\d+) = (.*)")
+_READ = re.compile(r"\b(?:tmp\d+|(?:in|out|in_out)_ptr\d+)\b")
 _LONGEST = 4096  # elements of one reduction that a thread block holds in registers
 
 
@@ -55,7 +57,7 @@ def fixed(tile: Tile) -> AbstractContextManager[Any]:
 class _Rewritten(TritonKernel):
     """Inductor's kernel, its source rewritten; it may have tiles of one reduction."""
 
-    streams, prompts = False, False
+    streams, prompts, looks_ahead = False, False, False
 
     def want_no_x_dim(self) -> bool:
         """Whether a tile of one reduction has one axis; with the code for it, torch 2.11 fails."""
@@ -64,22 +66,33 @@ class _Rewritten(TritonKernel):
     def codegen_kernel(self, name: str | None = None) -> str:
         source: str = super().codegen_kernel(name)
         if self.streams:
-            inputs = self.args.input_buffers.items()
-            source = streamed(source, {pointer for buffer, pointer in inputs if _is_matrix(buffer)})
+            source = streamed(source, self._pointers(_is_matrix))
+        if self.looks_ahead:
+            source = ahead(source, self._pointers(_is_vector))
         return prompt(source) if self.prompts else source
 
+    def _pointers(self, is_wanted: Callable[[Any], bool]) -> set[str]:
+        """The parameters for those inputs of the stage that are wanted."""
+        given: dict[str, Any] = V.graph.graph_inputs
+        inputs = self.args.input_buffers.items()
+        return {pointer for buffer, pointer in inputs if buffer in given and is_wanted(given[buffer])}
 
-def _is_matrix(name: str) -> bool:
-    """Whether a buffer is an input of the stage with a float for each row and token."""
-    found: Any = V.graph.graph_inputs.get(name)
-    return found is not None and found.get_dtype().is_floating_point and len(found.get_size()) == 2
+
+def _is_matrix(read: Any) -> bool:
+    """Whether an input has a float for each row and token."""
+    return bool(read.get_dtype().is_floating_point) and len(read.get_size()) == 2
+
+
+def _is_vector(read: Any) -> bool:
+    """Whether an input has a number for each row, or for each slot."""
+    return len(read.get_size()) == 1
 
 
 @contextmanager
-def rewritten(*, streams: bool, prompts: bool) -> Iterator[None]:
-    """Within, Inductor's kernels are ``streamed``, with respect to logits and the like, or ``prompt``, or as usual."""
-    usual = TritonScheduling.kernel_type
-    TritonScheduling.kernel_type = type("Rewritten", (_Rewritten,), {"streams": streams, "prompts": prompts})
+def rewritten(*, streams: bool, prompts: bool, looks_ahead: bool) -> Iterator[None]:
+    """Within, Inductor's kernels are ``streamed`` by logits and the like, ``prompt``, ``ahead`` by row, or as usual."""
+    usual, how = TritonScheduling.kernel_type, {"streams": streams, "prompts": prompts, "looks_ahead": looks_ahead}
+    TritonScheduling.kernel_type = type("Rewritten", (_Rewritten,), how)
     try:
         yield
     finally:
@@ -101,6 +114,31 @@ def streamed(source: str, pointers: Collection[str]) -> str:
         call = _POLICY.sub("", source[load.start() : end])
         source = f"{source[: load.start()]}{call}, eviction_policy='evict_first'{source[end:]}"
     return source
+
+
+def ahead(source: str, pointers: Collection[str]) -> str:
+    """The source of a kernel that reads from some pointers, and what these lead to, before it waits for the one before.
+
+    A slot and what its request needs are two reads one after the other: 0.15 to 0.3 us behind a reduction, none here.
+
+    Args:
+        source: of a kernel; values are assigned once, on a line each.
+        pointers: names of its parameters that no kernel writes which may still run: not the one before.
+    """
+    lines, settled = source.splitlines(), set(pointers)
+    waits = [number for number, line in enumerate(lines) if line.strip() == _WAIT]
+    if not waits:
+        return source
+    indent = lines[waits[0]].removesuffix(_WAIT)
+    moved = []
+    for number, line in enumerate(lines[waits[0] :], waits[0]):
+        value = _VALUE.fullmatch(line.removeprefix(indent))
+        if value and settled.issuperset(_READ.findall(value[2])):
+            settled.add(value[1])
+            moved.append(number)
+    kept = [line for number, line in enumerate(lines) if number not in moved]
+    kept[waits[0] : waits[0]] = [lines[number] for number in moved]
+    return "\n".join(kept) + "\n"
 
 
 def prompt(source: str) -> str:

@@ -13,10 +13,11 @@ from torch._inductor.utils import run_and_get_code
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.lowering.inductor.patches import whole_casts
-from compiled_sampler.lowering.inductor.triton_kernels import prompt, rewritten, streamed
+from compiled_sampler.lowering.inductor.triton_kernels import ahead, prompt, rewritten, streamed
 from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.race import race_maxima
+from compiled_sampler.passes.maxima import BlockMaxima
+from compiled_sampler.passes.race import first_from_blocks, race_maxima
 from tests.builders.inputs import slot_table
 from tests.tiers import tiers
 from tools.kernels.launches import for_a_gpu, generated
@@ -115,12 +116,50 @@ def test_a_kernel_without_both_stays_as_it_is(lines):
     assert prompt("\n".join(lines)) == "\n".join(lines)
 
 
+def test_what_rows_need_is_read_before_the_wait_and_nothing_else():
+    before, body = (
+        ["    x0 = xindex"],
+        [
+            "    tmp0 = tl.load(in_ptr0 + (r0_1 + 149*x0), r0_mask & xmask)",
+            "    tmp1 = tl.load(in_ptr1 + (x0), xmask)",
+            "    tmp2 = triton_helpers.max2(tmp0, 1)[:, None]",
+            "    tl.device_assert(tmp1 < 8, 'index')",
+            "    tmp3 = tl.load(in_ptr2 + (tmp1), xmask)",
+            "    tmp4 = tl.load(in_ptr2 + (tmp2), xmask)",
+            "    tmp5 = tmp3 & tmp4",
+            "    for r0_offset in range(0, r0_numel, R0_BLOCK):",
+            "        tmp6 = tmp1 + 1",
+            "    tl.store(out_ptr0 + (x0), tmp5, xmask)",
+        ],
+    )
+    moved = [body[1], body[4]]
+    source = "\n".join([*before, WAIT, *body])
+    assert ahead(source, ["in_ptr1", "in_ptr2"]).splitlines() == [
+        *before, *moved, WAIT, *(line for line in body if line not in moved)
+    ]  # fmt: skip
+    assert ahead(source, []).splitlines() == source.splitlines()
+    assert ahead("\n".join(body), ["in_ptr1"]) == "\n".join(body)  # a kernel that waits for none
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_generated_code_reads_slots_and_needs_before_it_waits_and_keys_afterwards(rows):
+    pytest.importorskip("triton")
+    assert tuning_of(first_from_blocks).looks_ahead
+    table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(rows, dtype=torch.int64)
+    blocks = BlockMaxima(*(torch.zeros(rows, 40, dtype=torch.int32) for _ in range(3)))
+    given, static = (torch.randn(rows, 2000), blocks, RowSlots(table, slots, slots)), {"vocab_size": 2000, "block": 50}
+    with for_a_gpu():
+        (found,) = generated(lambda run: run(first_from_blocks, *given, **static), "triton")
+    steps = re.findall(r"gdc_wait|tl\.load|max2", found.code)
+    assert steps == ["tl.load"] * 3 + ["gdc_wait"] + ["tl.load"] * 3 + ["max2"] * 2
+
+
 def test_inductor_makes_its_own_kernels_again_afterwards():
     usual = TritonScheduling.kernel_type
-    with pytest.raises(ZeroDivisionError), rewritten(streams=True, prompts=False):
+    with pytest.raises(ZeroDivisionError), rewritten(streams=True, prompts=False, looks_ahead=False):
         raise ZeroDivisionError
     assert TritonScheduling.kernel_type is usual
-    with rewritten(streams=True, prompts=False):
+    with rewritten(streams=True, prompts=False, looks_ahead=False):
         assert TritonScheduling.kernel_type is not usual
 
 
