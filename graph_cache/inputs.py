@@ -126,7 +126,8 @@ class HostInput(InputBuffer):
         self._held, self._num_dirty = None, max(self._num_dirty, rows)  # an interrupt may come before all is written
         self._mirror.note(self._start, self._start + 2 * bucket)
         self._here[:size] = numbers
-        self._here[size:end] = self._fills[size:end]
+        if size < end:
+            self._here[size:end] = self._fills[size:end]
         self._held, self._filled = numbers, bucket
         if self._num_dirty <= bucket:
             self._num_dirty = rows

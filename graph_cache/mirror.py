@@ -26,7 +26,7 @@ class PinnedRing:
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = size, device
+        self._size, self._device, self._is_cpu = size, device, device.type == "cpu"
         self._half = max(1, min(_MOST_SENT, _MOST_BYTES // max(4 * size, 1)) // 2)  # entries of each half
         self._entry = 0
         self._events: list[Any] = [None, None]  # recorded when all entries of a half were sent; untyped in torch
@@ -35,7 +35,7 @@ class PinnedRing:
 
     def send(self, words: bytes | memoryview, target: Tensor) -> None:
         """Copy the bytes of words into ``target``, int32 of one dimension, on the current stream, without a wait."""
-        if self._device.type == "cpu":
+        if self._is_cpu:
             here = bytearray(words) if isinstance(words, bytes) else words  # torch wants what may be written
             target.copy_(torch.frombuffer(here, dtype=_WORD))
             return
@@ -137,8 +137,11 @@ class HostMirror:
         """Note that the host has written words."""
         self._first, self._end = min(self._first, start), max(self._end, end)
 
-    def upload(self) -> None:
+    def upload(self, *, is_replayed: bool = False) -> None:
         """Bring to the device what it lacks, and what lies between, on the current stream and without a wait.
+
+        Args:
+            is_replayed: whether a graph is replayed next, which nothing captures.
 
         Raises:
             RuntimeError: it lacks words and the current stream is being captured, which would freeze them.
@@ -146,7 +149,7 @@ class HostMirror:
         first, end = self._first, self._end
         if first >= end:
             return
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if not is_replayed and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("words of a mirror must not be pending inside a capture, which would freeze them")
         target = self._targets.get((first, end))
         if target is None:

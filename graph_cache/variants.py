@@ -76,7 +76,7 @@ class Variant:
             if isinstance(numbers := tensors.get(name), bytes):
                 written.hold(numbers, rows, bucket)
         if self.mirror is not None:
-            self.mirror.upload()  # before the copies, whose rows it may bring too
+            self.mirror.upload(is_replayed=True)  # before the copies, whose rows it may bring too
         for name, buffer in self.owned:
             tensor = tensors.get(name)
             if isinstance(tensor, bytes):
