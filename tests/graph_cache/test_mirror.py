@@ -226,7 +226,7 @@ def test_a_ring_overwrites_only_what_was_read(monkeypatch: pytest.MonkeyPatch, d
     monkeypatch.setattr(torch.cuda, "Event", Pretended)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)
     ring, memories = PinnedRing(4, CPU), []
-    monkeypatch.setattr(ring, "_device", torch.device("cuda"))
+    monkeypatch.setattr(ring, "_is_cpu", False)
     monkeypatch.setattr(torch, "empty", unpinned)
     for i in range(200):
         numbers = torch.arange(i, i + i % 4 + 1, dtype=torch.int32)

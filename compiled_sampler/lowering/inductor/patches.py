@@ -80,7 +80,8 @@ def _triton_patches(tuning: StageTuning, rows: int, block: int) -> Iterator[Abst
     tile = tuning.tile_for(rows, block)
     if tile is not None:
         yield fixed(tile)
-    how = {"streams": tuning.streams, "prompts": tuning.launches_next_promptly, "looks_ahead": tuning.looks_ahead}
+    ahead = rows <= tuning.ahead_rows
+    how = {"streams": tuning.streams, "prompts": tuning.launches_next_promptly, "looks_ahead": ahead}
     if any(how.values()) or (tile is not None and tile.least == 1):
         yield rewritten(**how)
 

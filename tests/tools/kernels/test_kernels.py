@@ -158,7 +158,7 @@ def count(code: str) -> str:
 def early(found: list[Generated]) -> set[str]:
     """Stages whose kernels may start before the one before them ends, after a look at whether each waits."""
     stages = {stage: code for stage, code in found if code is not None and EARLY in code}
-    ahead = {stage.__name__ for stage, tuning in TUNING.items() if tuning.looks_ahead}
+    ahead = {stage.__name__ for stage, tuning in TUNING.items() if tuning.ahead_rows}
     assert [(stage, name) for stage, code in stages.items() for name in hasty(code, looks_ahead=stage in ahead)] == []
     assert set(stages) <= {stage.__name__ for stage, tuning in TUNING.items() if tuning.overlap_rows}
     return set(stages)

@@ -144,7 +144,7 @@ def test_what_rows_need_is_read_before_the_wait_and_nothing_else():
 @pytest.mark.parametrize("rows", [1, 8])
 def test_generated_code_reads_slots_and_needs_before_it_waits_and_keys_afterwards(rows):
     pytest.importorskip("triton")
-    assert tuning_of(first_from_blocks).looks_ahead
+    assert tuning_of(first_from_blocks).ahead_rows
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(rows, dtype=torch.int64)
     blocks = BlockMaxima(*(torch.zeros(rows, 40, dtype=torch.int32) for _ in range(3)))
     given, static = (torch.randn(rows, 2000), blocks, RowSlots(table, slots, slots)), {"vocab_size": 2000, "block": 50}
