@@ -124,6 +124,8 @@ class SampleInputs(NamedTuple):
     """Which logprobs are returned, and what they read; None for none."""
     noise: NoiseInputs | None = None
     """What keys the noise of requests with a watermark; None in a batch that has none."""
+    draw_index: Tensor | None = None
+    """int64 ``[R]``, which of several draws of its position each row is; None for 0."""
 
 
 class VerifyInputs(NamedTuple):

@@ -23,6 +23,8 @@ TARGET, DRAFT, ACCEPT, RESIDUAL, XTC = range(5)
 """Streams of noise: each is a separate word of the Philox counter, so that two streams cannot overlap."""
 
 _STREAM_BITS = 8  # the stream is the low 8 bits of the counter's third word, a draft's offset in its block the rest
+MOST_DRAWS = 2**24
+"""Draws of one position, whose index is the rest of the fourth word, above the version."""
 _WORD = 0xFFFFFFFF
 _NEGATIVE_MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
 """Philox's multipliers minus 2**32, so that products stay within 63 bits: g++ assumes that int64 never overflows and
@@ -72,16 +74,25 @@ def philox_4x32_10(counter: tuple[Tensor, ...], key: tuple[Tensor, ...]) -> tupl
     return c0, c1 & _WORD, c2, c3 & _WORD
 
 
-def noise_keys(seeds: Tensor, positions: Tensor, stream: int | Tensor, offsets: Tensor | None = None) -> NoiseKeys:
+def noise_keys(
+    seeds: Tensor,
+    positions: Tensor,
+    stream: int | Tensor,
+    offsets: Tensor | None = None,
+    draw_index: Tensor | None = None,
+) -> NoiseKeys:
     """The four 32-bit noise keys of each row, int32 ``[R]`` each."""
     # offsets: how many tokens earlier the block of drafts began; None for 0. The noise of a block is keyed by the
     # position of the block and the offset in it, because a token that is drafted again after a rejection must not get
     # the noise that took part in that rejection.
+    # draw_index: which of several draws of one position; None for 0.
     zero = torch.zeros_like(positions)
-    domain = zero + stream
+    domain, version = zero + stream, zero + STREAM_VERSION
     if offsets is not None:
         domain, positions = domain + (offsets << _STREAM_BITS), positions - offsets
-    counter = (positions & _WORD, (positions >> 32) & _WORD, domain, zero + STREAM_VERSION)
+    if draw_index is not None:
+        version = version + ((draw_index & (MOST_DRAWS - 1)) << _STREAM_BITS)
+    counter = (positions & _WORD, (positions >> 32) & _WORD, domain, version)
     words = philox_4x32_10(counter, (seeds & _WORD, (seeds >> 32) & _WORD))
     return NoiseKeys(_as_int32(words[0] | 1), *(_as_int32(word) for word in words[1:]))
 

@@ -48,7 +48,7 @@ def probabilities(inputs: SampleInputs, *, vocab_size: int, base_is_row: bool) -
 
 def row_parameters(inputs: SampleInputs) -> RowParams:
     """The parameters and the noise keys of each row, ``[R]``: of the target's noise, or of a draft's own."""
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets, inputs.draw_index)
     return gather_rows(row_slots, stream=TARGET if inputs.offsets is None else DRAFT)
 
 

@@ -22,6 +22,8 @@ class RowSlots(NamedTuple):
     """int64 ``[R]``, of the token to draw."""
     offsets: Tensor | None = None
     """int64 ``[R]``, the offset of the token in its block of drafts; None outside of a block."""
+    draw_index: Tensor | None = None
+    """int64 ``[R]``, which of several draws of the position; None for 0."""
 
 
 class RowParams(NamedTuple):
@@ -47,19 +49,18 @@ class RowParams(NamedTuple):
 
 def with_scale(row_slots: RowSlots, scale: Tensor) -> RowSlots:
     """The same rows with another scale by slot, float32 ``[S]``."""
-    table = row_slots.table._replace(scale=scale)
-    return RowSlots(table, row_slots.slots, row_slots.positions, row_slots.offsets)
+    return row_slots._replace(table=row_slots.table._replace(scale=scale))
 
 
 def gather_rows(row_slots: RowSlots, *, stream: int | Tensor) -> RowParams:
     """The parameters and noise keys of each row, ``[R]`` each."""
-    table, slots, positions, offsets = row_slots
+    table, slots, positions, offsets, draw_index = row_slots
     slot = slots.clamp(min=0)
     idle = _idle(slots, None if isinstance(table, RowEntries) else table.needs[slot] & table.unserved)
     return RowParams(
         live=idle == 0,
         idle=idle,
-        keys=noise_keys(table.seeds[slot], positions, stream, offsets),
+        keys=noise_keys(table.seeds[slot], positions, stream, offsets, draw_index),
         scale=table.scale[slot],
         noise_mask=table.noise_mask[slot],
         top_k=table.top_k[slot],

@@ -133,7 +133,7 @@ class Sampler(RequestHolder):
         self._verifier = Verifier(self._runner, self._logits, self._draft_cache, self._calls)
         rows = self._runner.largest_bucket
         with torch.inference_mode(False):  # an even number of each, so that all begin at a multiple of 16 bytes
-            self._offsets = torch.arange(MOST_DRAFTS, device=device)[:, None].repeat(1, rows + rows % 2)
+            self._numbers = torch.arange(MOST_DRAFTS, device=device)[:, None].repeat(1, rows + rows % 2)
 
     def __repr__(self) -> str:
         """What the sampler was made of, and how many slots are free; nothing waits for the device."""
@@ -154,6 +154,7 @@ class Sampler(RequestHolder):
         edit_inputs: Mapping[str, Tensor] | None = None,
         logprobs: Logprobs | None = None,
         consume_logits: Leave = False,
+        draw_index: int | Tensor = 0,
     ) -> SampleOutputs:
         """One token for every row of the plan, of the law of ``probs`` up to the rounding of noise.
 
@@ -174,6 +175,9 @@ class Sampler(RequestHolder):
             logprobs: what is returned in ``SampleOutputs.logprobs``; None for nothing. It changes no token.
             consume_logits: True lets edits write into float32 logits, which saves a copy unless logprobs are "raw";
                 they cannot be used again. "restore" undoes that at the end, until when nothing else may read them.
+            draw_index: which of several draws of its position each row is, such as the codebook of a speech model; in
+                [0, 2**24), a number or int64 or int32 ``[R]`` on the device. Steps with others than the number 0 are
+                compiled, and not captured but in an engine's own graph.
 
         Returns:
             ``out``, or new tensors that no later call overwrites.
@@ -185,16 +189,20 @@ class Sampler(RequestHolder):
         out, is_captured = without_ring(out), self._check_current(plan)
         edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs, consume_logits, logprobs)
         rows, tensors = len(plan.slots), {"logits": logits, "positions": positions, **edit_tensors}
+        is_one_of_several = isinstance(draw_index, Tensor) or arguments.checked_draw_index(draw_index) != 0
+        if is_one_of_several:
+            tensors["draw_index"] = draw_index if isinstance(draw_index, Tensor) else self._repeated(draw_index, rows)
         if consume_logits is not False:
             check_logits(logits, rows, self._logits)
             check_consumes(consume_logits, logits, *edit_tensors.values(), *self._custom.states.every)
 
         def resolve() -> ResolvedStep:
             self._check_sample(plan, tensors, out, edits, logprobs)
-            step = Step("sample", plan.mode, edits=edits, logprobs=logprobs)
+            step = Step("sample", plan.mode, 0, edits, logprobs, is_one_of_several)
             return self._runner.resolve(step, plan, tensors, out)
 
-        key = "sample", plan.mode.name, rows, plan.num_drafts is None, plan.replaced, edits, logprobs
+        shape = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
+        key = "sample", *shape, edits, logprobs, is_one_of_several
         read = (*tensors.values(), *plan.slot_buffers)
         drawn: SampleOutputs = self._calls.step(key, read, out, resolve, is_captured)(plan, tensors, out)
         return drawn
@@ -231,6 +239,9 @@ class Sampler(RequestHolder):
         check_logits(tensors["logits"], rows, self._logits)
         check_positions(tensors["positions"], rows, self.device)
         self._custom.check_given(plan.edits, tensors, rows, self.device)
+        if "draw_index" in tensors:
+            arguments.check_draws_apart(edits)
+            check_positions(tensors["draw_index"], rows, self.device, "draw_index")
         arguments.check_logprobs(logprobs, self.vocab_size)
         check_has_boundary(edits, logprobs)
         if out is not None:
@@ -273,7 +284,7 @@ class Sampler(RequestHolder):
         edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs)
         tensors = {"logits": in_sampler_dtype(draft_logits, self.logits_dtype), "positions": positions, **edit_tensors}
         if not coupled:
-            tensors["offsets"] = self._offsets_of(offset, count)
+            tensors["offsets"] = self._repeated(offset, count)
 
         def resolve() -> ResolvedStep:
             check_logits(tensors["logits"], count, self._logits, "draft_logits")
@@ -290,10 +301,12 @@ class Sampler(RequestHolder):
         law = draft_logits[:, : self.vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)
 
-    def _offsets_of(self, offset: int, count: int) -> Tensor:
-        """The offset ``count`` times, int64; in a batch that may be captured at one address: calls are known by it."""
-        kept = self._offsets[offset]
-        return kept[:count] if count <= len(kept) else kept[:1].repeat(count)
+    def _repeated(self, number: int, count: int) -> Tensor:
+        """The number ``count`` times, int64."""
+        # A small one is at one address in a batch that may be captured, since calls are known by addresses.
+        if number < MOST_DRAFTS and count <= self._numbers.shape[1]:
+            return self._numbers[number, :count]
+        return torch.full((count,), number, device=self.device)
 
     def verify(
         self,

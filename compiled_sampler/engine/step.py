@@ -32,6 +32,8 @@ class Step:
 
     logprobs: Logprobs | None = None
     """Which logprobs it returns; None for none."""
+    reads_draw_index: bool = False
+    """Whether its rows are draws of positions that have several."""
 
     @property
     def name(self) -> str:
@@ -40,7 +42,7 @@ class Step:
         if self.logprobs is not None:
             edits += f" + {self.logprobs.label}"
         if self.kind == "sample":
-            return f"{self.mode.name}{edits}"
+            return f"{self.mode.name}{' of several draws' if self.reads_draw_index else ''}{edits}"
         width = f"[{self.width}]" if self.width else ""
         return f"{self.kind}{width} {self.mode.name}{edits}"
 
@@ -89,6 +91,8 @@ class Step:
         }
         if MASK in self.edits:
             inputs[MASK] = BufferSpec((-(-vocab_size // 32),), torch.int32, -1, self.width + 1)
+        if self.reads_draw_index:
+            inputs["draw_index"] = BufferSpec((), torch.int64, 0, also=_ALSO)
         if self.kind == "draft":
             inputs["offsets"] = BufferSpec((), torch.int64, 0)
         if self.kind == "verify":
@@ -125,7 +129,7 @@ class Step:
         A mask comes with the call, and so does the leave to write its logits: both steps have it, or neither. Both
         return the same logprobs. ``with_call`` names further edits to which tensors come with the call.
         """
-        if (self.kind, self.mode, self.width, self.logprobs) != (other.kind, other.mode, other.width, other.logprobs):
+        if replace(self, edits=()) != replace(other, edits=()):
             return False
         if self.edits == other.edits:
             return True

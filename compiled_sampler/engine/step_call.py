@@ -37,7 +37,13 @@ from compiled_sampler.speculation.reference import verify
 from graph_cache import copy_tensors
 
 Inputs = TypeVar("Inputs", bound=SampleInputs | VerifyInputs)
-_INTEGERS = ("slots", "positions", "num_drafts", "draft_token_ids")  # of a step, which may be int32 or int64
+_INTEGERS = (
+    "slots",
+    "positions",
+    "draw_index",
+    "num_drafts",
+    "draft_token_ids",
+)  # of a step, which may be int32 or int64
 
 
 class StepCall:
@@ -87,7 +93,8 @@ class StepCall:
 
     def __call__(
         self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
-        num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None, proposals: Tensor | None = None,
+        draw_index: Tensor | None = None, num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None,
+        proposals: Tensor | None = None,
         **edit_tensors: Tensor,
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
@@ -106,7 +113,9 @@ class StepCall:
             verified = VerifyInputs(*drafted, edits, stops, logprobs, noise, self._unfiltered)
             return self._verified(step, in_int64(verified))
         ends = None if step.records else stops  # what records the tokens finds which of them are ends, too
-        inputs = in_int64(SampleInputs(logits, slots, positions, table, offsets, edits, ends, logprobs, noise))
+        inputs = in_int64(
+            SampleInputs(logits, slots, positions, table, offsets, edits, ends, logprobs, noise, draw_index)
+        )
         results = self._computed(step, inputs)
         if step.records:
             results = self._recorded(inputs, results)

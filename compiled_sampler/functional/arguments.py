@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compiled_sampler.core.row_table import RowInputs, RowTable, in_float64, row_table
 from compiled_sampler.core.stage import Run, call
+from compiled_sampler.engine.boundary.arguments import checked_draw_index
 from compiled_sampler.engine.boundary.settings import LOGITS_DTYPES
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor
 from compiled_sampler.engine.sampler import Sampler
@@ -116,6 +117,13 @@ def integer_rows(name: str, value: IntOrRows, count: int, device: torch.device) 
     if number < 0 or (name != "top_k" and number >= 2**63):
         raise ValueError(f"{name} must be in [0, 2**63), got {number}; an int64 on the device holds it")
     return torch.full((count,), min(number, 2**63 - 1), dtype=torch.int64, device=device)
+
+
+def draw_index_rows(value: IntOrRows, count: int, device: torch.device) -> Tensor | None:
+    """The draw index of each row, int64 ``[count]``; None for the number 0."""
+    if not isinstance(value, Tensor):
+        value = checked_draw_index(value)
+    return None if not isinstance(value, Tensor) and value == 0 else integer_rows("draw_index", value, count, device)
 
 
 def _seeds(seeds: IntOrRows, count: int, device: torch.device) -> Tensor:

@@ -14,6 +14,7 @@ from compiled_sampler.functional.arguments import (
     Parameters,
     checked_rows,
     chosen_mode,
+    draw_index_rows,
     known_keywords,
     parameter_rows,
     run_of,
@@ -32,6 +33,7 @@ def sample(
     min_p: FloatOrRows = 0.0,
     seeds: IntOrRows,
     positions: IntOrRows,
+    draw_index: IntOrRows = 0,
     mode: str | None = None,
     vocab_size: int | None = None,
     top_p_base: str = "top_k",
@@ -51,6 +53,8 @@ def sample(
         min_p: float32 or float64 ``[R]``, in [0, 1]; 0 keeps all.
         seeds: int64 ``[R]``; a number only for a single row, in [-2**63, 2**64).
         positions: int64 or int32 ``[R]``, >= 0, the position of the token that each row draws.
+        draw_index: int64 or int32 ``[R]``, in [0, 2**24), which of several draws of the position this is, such as the
+            codebook of a speech model; 0 where there is one.
         mode: name of a mode of ``Sampler.modes``, for tensors whose values are known to need no more; a row that it
             does not cover is ``NOT_COVERED``. None takes the cheapest that covers the numbers and any values of
             tensors.
@@ -72,7 +76,8 @@ def sample(
     if not count:
         return empty_outputs(SampleOutputs, 0, form.device)
     rows, row_positions = parameter_rows(static, parameters, count, form.device, run)
-    drawn = sample_step(static, SampleInputs(logits, rows.slots, row_positions, rows.table), run)
+    draws = draw_index_rows(draw_index, count, form.device)
+    drawn = sample_step(static, SampleInputs(logits, rows.slots, row_positions, rows.table, draw_index=draws), run)
     return run(marked, drawn, rows.slots)
 
 

@@ -69,7 +69,7 @@ from compiled_sampler.pipeline.search import (
 def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:
     """One token id, int64, and its status, int32, for every row: ``[R]`` each."""
     schedule = drawing_schedule(mode, inputs.logits, inputs.edits, inputs.logprobs)
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets)
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets, inputs.draw_index)
     stream, noise = (TARGET, inputs.noise) if inputs.offsets is None else (DRAFT, None)
     drawn = edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, inputs.logprobs, noise, stream, run)
     if inputs.stops is None:

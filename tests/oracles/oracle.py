@@ -26,10 +26,11 @@ def philox_4x32_10(counter: Sequence[int], key: Sequence[int]) -> tuple[int, ...
     return c0, c1, c2, c3
 
 
-def row_words(seed: int, position: int, stream: int = TARGET) -> tuple[int, ...]:
+def row_words(seed: int, position: int, stream: int = TARGET, draw_index: int = 0) -> tuple[int, ...]:
     """The four key words of a row; the seed counts modulo 2**64."""
     seed %= 2**64
-    return philox_4x32_10((position % WORD, position >> 32, stream, STREAM_VERSION), (seed % WORD, seed >> 32))
+    last = STREAM_VERSION + 2**8 * draw_index
+    return philox_4x32_10((position % WORD, position >> 32, stream, last), (seed % WORD, seed >> 32))
 
 
 def mix(words: Sequence[int], token_id: int) -> int:

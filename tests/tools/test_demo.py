@@ -215,6 +215,7 @@ def test_a_text_without_paragraphs_is_refused(tmp_path: Path) -> None:
         ("no_digits", "no digits: two four"),
         ("guidance", "the same from such logits"),
         ("watermark", "key 18: p-value 0."),
+        ("codebooks", "6 positions of 8 codebooks, the same codes on every path"),
     ],
 )
 def test_examples_run(name: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_sampler.core.noise import MOST_DRAWS
+from compiled_sampler.edit_names import reading
 from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import MOST_DRAFTS
 from compiled_sampler.params import SamplingParams
@@ -199,6 +201,23 @@ def checked_offset(offset: int, coupled: bool) -> int:
     if not 0 <= index < MOST_DRAFTS:
         raise ValueError(f"offset must be in [0, {MOST_DRAFTS}), got {index}; it counts drafts of the same block")
     return index
+
+
+def checked_draw_index(value: object) -> int:
+    """The index of a draw of its position as a Python int."""
+    index = checked_int("draw_index", value, "pass a Python int, or an int64 tensor with one a row")
+    if not 0 <= index < MOST_DRAWS:
+        raise ValueError(f"draw_index must be in [0, 2**24), got {index}; it counts draws of one position")
+    return index
+
+
+def check_draws_apart(edits: Sequence[str]) -> None:
+    """Raise if an edit reads the history, which has one token a position."""
+    if reads := reading(edits):
+        raise ValueError(
+            f"draw_index must be 0 for requests with {reads[0]}, as the history has one token a position; give the "
+            "further draws of a position to requests without edits of the history"
+        )
 
 
 def _is_ordered(values: object) -> TypeGuard[Iterable[object]]:

@@ -46,11 +46,11 @@ def check_logits_buffer(buffer: Tensor | None, expected: RowFormat) -> None:
         raise ValueError("buffer must have at least one row, got none; bind_logits(None) drops a binding")
 
 
-def check_positions(positions: Tensor, rows: int, device: torch.device) -> None:
+def check_positions(positions: Tensor, rows: int, device: torch.device, name: str = "positions") -> None:
     """Raise unless ``positions`` is int64 or int32 ``[rows]`` on the sampler's device."""
-    check_tensor("positions", positions, INTEGERS, device)
+    check_tensor(name, positions, INTEGERS, device)
     if positions.shape != (rows,):
-        raise ValueError(f"positions must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
+        raise ValueError(f"{name} must be [{rows}], one a slot of the plan, got {list(positions.shape)}")
 
 
 def check_bound_numbers(name: str, numbers: Tensor, device: torch.device) -> None:

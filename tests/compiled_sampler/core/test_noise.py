@@ -87,6 +87,30 @@ def test_golden_vectors_fix_the_stream(seed, position, token_id, stream, wanted)
     assert bits_of(seed, [position], token_id, stream).item() == wanted
 
 
+GOLDEN_DRAWS = [
+    (1, [0x1BE0D283, 0xA407F37B, 0x49D2BC8A, 0xFD29F8C0]),
+    (31, [0xD2901A1B, 0xC73CC9AC, 0x446E494E, 0x2D31F7B2]),
+    (2**24 - 1, [0xD15A96C1, 0x96A331D2, 0x7DF1A205, 0x338C314D]),
+]
+
+
+@pytest.mark.parametrize(("draw_index", "wanted"), GOLDEN_DRAWS)
+def test_golden_vectors_fix_the_further_draws_of_a_position(draw_index, wanted):
+    keys = noise.noise_keys(torch.tensor([42]), torch.tensor([7]), TARGET, None, torch.tensor([draw_index]))
+    assert [int(key) % WORD for key in keys] == wanted
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**24 - 1), st.sampled_from(STREAMS))
+def test_a_draw_index_is_a_word_of_the_counter_and_0_is_a_draw_without_one(seed, position, draw_index, stream):
+    seeds, positions = torch.tensor([(seed + 2**63) % 2**64 - 2**63]), torch.tensor([position])
+    keys = noise.noise_keys(seeds, positions, stream, None, torch.tensor([draw_index]))
+    words = oracle.row_words(seed, position, stream, draw_index)
+    assert [int(key) % WORD for key in keys] == [words[0] | 1, *words[1:]]
+    alone = noise.noise_keys(seeds, positions, stream)
+    first = noise.noise_keys(seeds, positions, stream, None, torch.tensor([0]))
+    assert all(map(torch.equal, first, alone))
+
+
 @given(st.integers(0, 2**64 - 1), st.integers(64, 2**63 - 1), st.integers(0, 63), st.sampled_from((DRAFT, ACCEPT)))
 def test_noise_of_a_block_is_keyed_by_its_position_and_the_offset(seed, position, offset, stream):
     seeds = torch.tensor([(seed + 2**63) % 2**64 - 2**63])
