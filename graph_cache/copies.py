@@ -88,5 +88,4 @@ def _is_small(tensor: Any) -> bool:
 
 
 def _words_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of dense tensors as words."""
     return [tensor if tensor.dtype is _WORD else tensor.view(_WORD) for tensor in tensors]

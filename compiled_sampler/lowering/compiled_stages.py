@@ -250,7 +250,6 @@ class CompiledStages:
         return number_of_processes(calls, device) if calls and self._options is EXACT_OPTIONS else 0
 
     def _set_up(self, device: torch.device) -> None:
-        """Prepare Triton before its first kernel."""
         set_up_triton(device)
         self._is_set_up = True
 
