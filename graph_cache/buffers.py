@@ -30,14 +30,9 @@ from graph_cache.registry import (
 
 
 class OutputBuffers:
-    """Results of one layout, ``[M, *T]`` a field, written at the end of each graph of the callables that return it.
+    """Results of one layout, ``[M, *T]`` a field, written at the end of each graph of the callables that return it."""
 
-    A run copies them out before another can write them, so callables share them.
-
-    Args:
-        results: NamedTuple of tensors ``[B, *T]``, as the callable returned them.
-        capacity: the largest bucket M.
-    """
+    # A run copies them out before another can write them, so callables share them.
 
     def __init__(self, results: Results, capacity: int) -> None:
         self.kind: Any = type(results)
@@ -73,21 +68,7 @@ class OutputBuffers:
 
 
 class StaticTensors:
-    """The static tensors of all variants: owned inputs by input name, outputs by layout, and bound tensors.
-
-    Args:
-        registry: layouts of the inputs.
-        capacity: the largest bucket M.
-        device: of all tensors.
-        mirror: of the inputs of the host; None without any.
-
-    Attributes:
-        bound: the caller's tensors that variants read in place, by input name.
-        bound_outs: likewise those that variants write, by callable.
-        bindings: identity of each bound tensor, by input name.
-        outs: likewise of the results that are bound, by callable.
-        mirror: as given.
-    """
+    """The static tensors of all variants: owned inputs by input name, outputs by layout, and bound tensors."""
 
     def __init__(
         self,
@@ -101,9 +82,9 @@ class StaticTensors:
         self._device = device
         self._inputs: dict[str, InputBuffer] = {}
         self._outputs: dict[str, OutputBuffers] = {}
-        self.bound: dict[str, Tensor] = {}
+        self.bound: dict[str, Tensor] = {}  # by input name, with the identities below
         self.bindings: dict[str, Binding] = {}
-        self.bound_outs: dict[str, Results] = {}
+        self.bound_outs: dict[str, Results] = {}  # by callable, with the identities below
         self.outs: dict[str, OutBinding] = {}
 
     def check_mirror(self, inputs: Mapping[str, BufferSpec]) -> None:
@@ -113,12 +94,7 @@ class StaticTensors:
             raise ValueError(f"input {of_host[0]!r} on the host must have a mirror; GraphCache(mirror=HostMirror(...))")
 
     def bind(self, input_name: str, tensor: Tensor) -> None:
-        """Bind ``tensor`` (``[rows, >= tail...]``, any strides) to an input; a reference to it is kept.
-
-        Raises:
-            TypeError: no tensor, or another dtype.
-            ValueError: an unknown input, another device, a shorter tail.
-        """
+        """Bind ``tensor`` (``[rows, >= tail...]``, any strides) to an input; a reference to it is kept."""
         check_tensor(input_name, tensor, self._registry.spec(input_name), self._device)
         self.bound[input_name] = tensor.detach()
         self.bindings[input_name] = Binding.of(input_name, tensor)
@@ -186,13 +162,7 @@ class StaticTensors:
         return tuple(field if field is None else field.detach()[: key.rows] for field in self.bound_outs[key.name])
 
     def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:
-        """The output buffers of a callable, allocated for the first ``results`` of a layout (``[rows, *T]`` a field).
-
-        Raises:
-            TypeError: no NamedTuple of tensors, or another layout than before, or than a callable has that it covers
-                or that covers it.
-            ValueError: a field with other rows or on another device.
-        """
+        """The output buffers of a callable, made for the first ``results`` of a layout (``[rows, *T]`` a field)."""
         check_results(results, rows, self._device)
         layout = OutputBuffers.layout_of(results)
         covered = (self._registry.named(name) for name in registration.covers)

@@ -215,17 +215,7 @@ class GraphCache:
 
         The route may be kept for further batches of tensors with the same shapes, strides, dtypes and addresses, and
         other bytes. It is valid until ``generation`` changes, and only inside or only outside of a capture, as it was
-        asked for.
-
-        Args:
-            name: as for ``run``.
-            tensors: as for ``run``.
-            rows: as for ``run``.
-            out: as for ``run``.
-            is_exact: whether no callable that covers ``name`` may serve it instead.
-
-        Raises:
-            TypeError, ValueError: as ``run``.
+        asked for. With ``is_exact`` no callable that covers ``name`` may serve it; all else is as for ``run``.
         """
         registration = self._registry.named(name)
         rows = checked_rows(registration.inputs, tensors, rows, self.device)
@@ -259,7 +249,9 @@ class GraphCache:
         if unbound:
             outs = {None, *self._statics.outs.values()}
             leaving = [key for key in leaving if not bound.issuperset(key.binding or ()) or key.out not in outs]
-        return self._leave(leaving)
+        self._variants.drop(leaving, self._routes.forget)
+        self._routes.counters.evictions += len(leaving)
+        return len(leaving)
 
     def prepared(self) -> list[VariantKey]:
         """The keys of the variants held, in order of capture."""
@@ -276,13 +268,7 @@ class GraphCache:
         """Set every count to zero; variants and buffers stay."""
         self._routes.reset_counters()
 
-    def _leave(self, keys: Sequence[VariantKey]) -> int:
-        self._variants.drop(keys, self._routes.forget)
-        self._routes.counters.evictions += len(keys)
-        return len(keys)
-
     def _captured(self) -> None:
-        """One variant more."""
         self._routes.counters.captures += 1
         self._routes.forget()
 

@@ -38,11 +38,7 @@ class CaptureBackend(Protocol):
 
 
 class CudaBackend:
-    """Captures with ``torch.cuda.graph`` on a side stream, all graphs in one pool.
-
-    Args:
-        device: a CUDA device with an index.
-    """
+    """Captures with ``torch.cuda.graph`` on a side stream, all graphs in one pool; the device has an index."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -56,21 +52,15 @@ class CudaBackend:
         return torch.cuda.is_current_stream_capturing()
 
     def warm_up(self, work: Callable[[], T]) -> T:
-        """The result of the second of two calls of ``work`` on the current stream.
-
-        On the side stream they would hold memory that the current stream could use again, and in a process that has
-        launched kernels on about ten streams all kernels of graphs take longer.
-        """
+        """The result of the second of two calls of ``work`` on the current stream."""
+        # On the side stream they would hold memory that the current stream could use again, and in a process that has
+        # launched kernels on about ten streams all kernels of graphs take longer.
         with torch.cuda.device(self.device):
             work()
             return work()
 
     def capture(self, work: Callable[[], object]) -> Replay:
-        """A graph of ``work``, as the callable that replays it on the current stream.
-
-        Raises:
-            Exception: what ``work`` raised, or what ended the capture; the allocator and the streams are restored.
-        """
+        """A graph of ``work``, as its replay; where it fails, the allocator and the streams are restored."""
         with torch.cuda.device(self.device):
             if self._pool is None:
                 self._pool = self._new_pool()
@@ -95,11 +85,9 @@ class CudaBackend:
         self._anchors.clear()
 
     def _new_pool(self) -> PoolHandle:
-        """The handle of a new pool, kept open by a graph of one launch.
-
-        The allocator refuses the handle of a pool whose last graph is gone. This capture also repairs the default
-        generator, which a capture that failed before it leaves in capture mode.
-        """
+        """The handle of a new pool, kept open by a graph of one launch."""
+        # The allocator refuses the handle of a pool whose last graph is gone. This capture also repairs the default
+        # generator, which a capture that failed before it leaves in capture mode.
         pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
         self._record(graph, torch.zeros(1, device=self.device).zero_, pool)
         self._anchors[pool] = graph
@@ -129,11 +117,9 @@ class CudaBackend:
             raise cause from None
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: PoolHandle) -> None:
-        """End the allocator's part of a capture that could not be ended, and move later captures to a new pool.
-
-        When a capture was invalidated, ``CUDAGraph.capture_end`` raises before it tells the allocator. All allocations
-        would then go to the pool, and no later capture could use it. Earlier graphs keep it.
-        """
+        """End the allocator's part of a capture that could not be ended, and move later captures to a new pool."""
+        # When a capture was invalidated, CUDAGraph.capture_end raises before it tells the allocator. All allocations
+        # would then go to the pool, and no later capture could use it. Earlier graphs keep it.
         try:
             torch._C._cuda_endAllocateToPool(self.device.index, pool)
         except RuntimeError:
@@ -147,10 +133,8 @@ class CudaBackend:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable automatic garbage collection: a graph destroyed while another one is captured ends that capture.
-
-    Graphs of an unreachable cache may be such garbage, and torch no longer collects it before each capture.
-    """
+    """Disable automatic garbage collection: a graph destroyed while another one is captured ends that capture."""
+    # Graphs of an unreachable cache may be such garbage, and torch no longer collects it before each capture.
     enabled = gc.isenabled()
     gc.disable()
     try:

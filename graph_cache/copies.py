@@ -55,12 +55,9 @@ def copy_tensors(targets: Sequence[Tensor | None], sources: Sequence[Tensor | No
 
 
 class NewCopies:
-    """Copies of the same tensors into new ones, as often as it is called; how they are copied is found out once.
+    """Copies of the same tensors into new ones, as often as it is called; how they are copied is found out once."""
 
-    Args:
-        sources: tensors on one device; None stays None. Those that ``copy_tensors`` would copy together take one
-            launch.
-    """
+    # Sources lie on one device; those that copy_tensors would copy together take one launch.
 
     def __init__(self, sources: Sequence[Tensor | None]) -> None:
         self._sources = tuple(sources)
@@ -91,5 +88,4 @@ def _is_small(tensor: Any) -> bool:
 
 
 def _words_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of dense tensors as words."""
     return [tensor if tensor.dtype is _WORD else tensor.view(_WORD) for tensor in tensors]

@@ -14,17 +14,7 @@ from graph_cache.registry import BufferSpec, first_rows
 
 
 class InputBuffer:
-    """An owned input ``[M * times, *T]``, whose first rows hold a batch and whose others hold the fill.
-
-    Args:
-        spec: tail, dtype, fill and times.
-        capacity: the largest bucket M.
-        device: of the buffer.
-        memory: ``[M * times, *T]`` that becomes the buffer; None for new memory.
-
-    Attributes:
-        is_ragged: whether a batch may bring another number of rows than its own.
-    """
+    """An owned input ``[M * times, *T]``, whose first rows hold a batch and whose others hold the fill."""
 
     def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, memory: Tensor | None = None) -> None:
         capacity *= spec.times
@@ -54,17 +44,9 @@ class InputBuffer:
     def stage(
         self, source: Tensor | None, rows: int, bucket: int, targets: list[Tensor], sources: list[Tensor]
     ) -> None:
-        """Fill rows ``[rows:bucket]``, and list the copy that writes the rows before them.
-
-        A row is filled at most once for each time that it was copied to, so fills cost no more than copies.
-
-        Args:
-            source: ``[>= rows, >= tail...]``; this buffer itself is not copied; None stands for the fill in every row.
-            rows: rows of the batch R.
-            bucket: rows B that the variant reads.
-            targets: list to which the destination of the copy is appended.
-            sources: list to which its source of the same shape is appended.
-        """
+        """Fill rows ``[rows:bucket]``, and list the copy of ``source`` that writes the rows before them."""
+        # The source is [>= rows, >= tail...]; None stands for the fill in every row, and this buffer itself is not
+        # copied. A row is filled at most once for each time that it was copied to, so fills cost no more than copies.
         if source is None:
             rows = 0
         elif source.data_ptr() == self.tensor.data_ptr() and (source.dtype, source.stride()) == self._layout:
@@ -79,16 +61,6 @@ class InputBuffer:
             view = self._views.get(rows)
             targets.append(self.rows(rows) if view is None else view)
             sources.append(first_rows(source, rows, self.spec.shape))
-        if rows < bucket or rows > self._num_dirty:
-            self._fill(rows, bucket)
-
-    def forget(self) -> None:
-        """Fill every row of a buffer of one number a row, which say what the callable may write besides its results."""
-        if not self.spec.shape:
-            self.tensor.fill_(self.spec.fill)
-            self._num_dirty = self.tensor.shape[0] if self._is_lent else 0
-
-    def _fill(self, rows: int, bucket: int) -> None:
         if rows < bucket and rows < self._num_dirty:
             end = bucket if self._is_lent else self._num_dirty  # behind the bucket a lent one is the caller's
             self.tensor[rows:end].fill_(self.spec.fill)
@@ -96,16 +68,15 @@ class InputBuffer:
         elif rows > self._num_dirty:
             self._num_dirty = rows
 
+    def forget(self) -> None:
+        """Fill every row of a buffer of one number a row, which say what the callable may write besides its results."""
+        if not self.spec.shape:
+            self.tensor.fill_(self.spec.fill)
+            self._num_dirty = self.tensor.shape[0] if self._is_lent else 0
+
 
 class HostInput(InputBuffer):
-    """An owned input of one int64 a row that lies in a mirror: a batch may bring it as bytes of the host.
-
-    Args:
-        spec: with ``on_host``.
-        capacity: the largest bucket M.
-        device: of the buffer.
-        mirror: whose words it takes.
-    """
+    """An owned input of one int64 a row that lies in a mirror: a batch may bring it as bytes of the host."""
 
     def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, mirror: HostMirror) -> None:
         self._mirror, self._start, end = mirror, mirror.take(2 * capacity), 2 * capacity
@@ -146,9 +117,5 @@ class HostInput(InputBuffer):
         super().forget()
 
     def lend(self) -> Tensor:
-        """Refuse it: an upload may write any row.
-
-        Raises:
-            ValueError: always.
-        """
+        """Refuse it: an upload may write any row."""
         raise ValueError("an input of the host must not be lent, as uploads write it; pass a tensor to the run")

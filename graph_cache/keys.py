@@ -20,20 +20,12 @@ OUT = "out"
 
 @dataclass(frozen=True)
 class Binding:
-    """The identity of a caller's tensor that variants read or write in place.
+    """The identity of a caller's tensor that variants read or write in place."""
 
-    Attributes:
-        input_name: the input that the tensor is bound to; ``OUT`` for results.
-        data_ptr: address of element 0.
-        shape: ``(rows, *tail)``.
-        strides: in elements.
-        dtype: element type.
-    """
-
-    input_name: str
+    input_name: str  # ``OUT`` for results
     data_ptr: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
+    shape: tuple[int, ...]  # ``(rows, *tail)``
+    strides: tuple[int, ...]  # in elements
     dtype: torch.dtype
 
     @classmethod
@@ -152,11 +144,9 @@ def usable_bindings(
 def keys_of(
     name: str, inputs: Mapping[str, BufferSpec], bindings: Mapping[str, Binding], out: OutBinding | None, bucket: int
 ) -> list[VariantKey]:
-    """The keys under which tensors with such bindings are served at a bucket, those with the fewest copies first.
-
-    A variant works in place on all that is bound. One without ``out`` serves batches that want new results, and where a
-    batch brings few numbers a row elsewhere, they are copied, and one that is bound to the long rows alone serves it.
-    """
+    """The keys under which tensors with such bindings are served at a bucket, those with the fewest copies first."""
+    # A variant works in place on all that is bound. One without out serves batches that want new results, and where a
+    # batch brings few numbers a row elsewhere, they are copied, and one that is bound to the long rows alone serves it.
     usable = usable_bindings(inputs, bindings, bucket)
     if out is not None and any(place is not None and place.shape[0] < bucket for place in out):
         out = None

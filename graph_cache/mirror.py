@@ -14,16 +14,11 @@ _WORD = torch.int32
 
 
 class PinnedRing:
-    """Sends words to a device; what was sent may be overwritten at once.
+    """Sends ``size`` words at most to a device; what was sent may be overwritten at once."""
 
-    An entry is written again only when the device has read it. Events of half a ring tell so; where it is behind, the
-    ring moves to new memory instead of a wait, and torch keeps the old one until it was read. Sends are ordered by the
-    stream that they are issued on.
-
-    Args:
-        size: the most words of a send.
-        device: where they go; for a CPU nothing is pinned.
-    """
+    # An entry is written again only when the device has read it. Events of half a ring tell so; where it is behind, the
+    # ring moves to new memory instead of a wait, and torch keeps the old one until it was read. Sends are ordered by
+    # the stream that they are issued on.
 
     def __init__(self, size: int, device: torch.device) -> None:
         self._size, self._device, self._is_cpu = size, device, device.type == "cpu"
@@ -73,15 +68,8 @@ class PinnedRing:
 
 
 def part_of(words: Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-    """Numbers that begin at a word, no view: compilers follow a view to its base, which has another dtype.
-
-    Args:
-        words: int32, whose memory they share.
-        dtype: of the numbers.
-        start: the first word.
-        shape: of the numbers.
-        strides: in numbers.
-    """
+    """Numbers in the memory of int32 ``words`` from word ``start`` on; strides are in numbers."""
+    # It is no view: compilers follow a view to its base, which has another dtype.
     with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
         part = torch.empty(0, dtype=dtype, device=words.device)
         return part.set_(words.untyped_storage(), start * _WORD.itemsize // dtype.itemsize, shape, strides)

@@ -46,7 +46,6 @@ class BufferSpec:
     on_host: bool = False
 
     def __post_init__(self) -> None:
-        """Check ``times``, ``fill`` and ``on_host``."""
         if self.times < 1:
             raise ValueError(f"times must be >= 1, got {self.times}; 1 is one row for each row of a batch")
         if isinstance(self.fill, float) and not self.dtype.is_floating_point:
@@ -84,29 +83,16 @@ def first_rows(tensor: Tensor, rows: int, tail: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True)
 class Registration:
-    """A callable and the layout of its inputs.
-
-    Attributes:
-        name: what it is run under.
-        fn: ``fn(**tensors) -> NamedTuple of tensors``.
-        inputs: the layout of each keyword.
-        covers: registered callables whose results this one gives too, bit for bit.
-        most_copied: bytes; where more would be copied for a replay, a direct call takes less time.
-    """
+    """A callable ``fn(**tensors) -> NamedTuple of tensors`` and the layout of its inputs."""
 
     name: str
     fn: Callable[..., Results]
     inputs: dict[str, BufferSpec]
-    covers: tuple[str, ...]
-    most_copied: float = math.inf
+    covers: tuple[str, ...]  # callables whose results this one gives too, bit for bit
+    most_copied: float = math.inf  # bytes; where a replay would copy more, a direct call takes less time
 
     def call(self, given: Mapping[str, Given], rows: int, device: torch.device) -> Results:
-        """The callable's results for views ``[rows, *T]`` of what is given (``[>= rows, >= tail...]``).
-
-        Raises:
-            TypeError: it returned no NamedTuple of tensors.
-            ValueError: a result has other rows or is on another device.
-        """
+        """The callable's results, checked, for views ``[rows, *T]`` of what is given (``[>= rows, >= tail...]``)."""
         specs = self.inputs
         tensors = {
             n: each if isinstance(each, Tensor) else tensor_of(each, specs[n].dtype).to(device)
@@ -133,11 +119,7 @@ class Registry:
         covers: Sequence[str],
         most_copied: float,
     ) -> None:
-        """Register a callable.
-
-        Raises:
-            ValueError: a name taken, no input, an input with another layout than before, an unknown covered name.
-        """
+        """Register a callable; ValueError where its name, its inputs or what it covers do not allow it."""
         if name in self._callables:
             raise ValueError(f"a name must be registered once, got {name!r} again; choose another")
         for covered in covers:
@@ -147,11 +129,7 @@ class Registry:
         self._callables[name] = Registration(name, fn, dict(inputs), tuple(covers), most_copied)
 
     def named(self, name: str) -> Registration:
-        """The callable registered as ``name``.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """The callable registered as ``name``; ValueError if there is none."""
         registration = self._callables.get(name)
         if registration is None:
             raise ValueError(
@@ -160,19 +138,11 @@ class Registry:
         return registration
 
     def chosen(self, names: Iterable[str] | None) -> list[Registration]:
-        """The named callables, or all for None.
-
-        Raises:
-            ValueError: an unknown name.
-        """
+        """The named callables, or all for None."""
         return [self.named(name) for name in (self._callables if names is None else names)]
 
     def spec(self, input_name: str) -> BufferSpec:
-        """The layout of an input.
-
-        Raises:
-            ValueError: no callable has it.
-        """
+        """The layout of an input; ValueError if no callable has it."""
         if input_name not in self._specs:
             raise ValueError(f"an input must belong to a callable, got {input_name!r}; known: {listed(self._specs)}")
         return self._specs[input_name]
@@ -188,12 +158,7 @@ def listed(names: Iterable[str]) -> str:
 
 
 def check_results(results: object, rows: int, device: torch.device) -> None:
-    """Raise unless a callable returned a NamedTuple of tensors ``[rows, ...]`` on the device, and None for some fields.
-
-    Raises:
-        TypeError: no NamedTuple, or a field that is no tensor.
-        ValueError: a field with other rows or on another device.
-    """
+    """Raise unless a callable returned a NamedTuple of tensors ``[rows, ...]`` on the device; a field may be None."""
     fields: Any = getattr(results, "_fields", None)
     if not isinstance(results, tuple) or not fields:
         raise TypeError(f"a callable must return a NamedTuple of tensors, got {type(results).__name__}")
@@ -222,12 +187,7 @@ def _check_specs(name: str, inputs: Mapping[str, BufferSpec], known: Mapping[str
 
 
 def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.device) -> None:
-    """Raise unless ``tensor`` fits the layout of an input: ``[any, >= tail...]``, a dtype, the device.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: another device, or a tail that is shorter in some dimension.
-    """
+    """Raise unless ``tensor`` fits the layout of an input: ``[any, >= tail...]``, a dtype, the device."""
     if not isinstance(tensor, Tensor):
         way_out = "use torch.as_tensor, or array.tobytes() for an input with BufferSpec(on_host=True)"
         raise TypeError(f"input {name!r} must be a tensor, got {type(tensor).__name__}; {way_out}")
@@ -254,21 +214,8 @@ def checked_rows(
     rows: int | None,
     device: torch.device,
 ) -> int:
-    """The number of rows of a batch, after a check of all its tensors.
-
-    Args:
-        inputs: the layouts that the callable was registered with.
-        given: ``[rows, >= tail...]`` each; with ``rows`` given, more rows are allowed.
-        rows: number of rows to use; None for all, of which each input must then have the same number.
-        device: of the cache.
-
-    Returns:
-        The rows R, at least 0.
-
-    Raises:
-        TypeError: rows is no integer, an input is no tensor or has another dtype.
-        ValueError: input names, device, tail or rows that do not fit.
-    """
+    """The number of rows of a batch, at least 0, after a check of all its tensors, ``[rows, >= tail...]`` each."""
+    # With rows given, tensors may have more; with None, each input that is not ragged must have the same number.
     if given.keys() != inputs.keys():
         missing, unknown = inputs.keys() - given.keys(), given.keys() - inputs.keys()
         raise ValueError(
@@ -309,15 +256,9 @@ def _check_ragged(inputs: Mapping[str, BufferSpec], tensors: Mapping[str, Tensor
 
 
 def check_out(out: Results, results: Results) -> None:
-    """Raise unless ``out`` can take ``results``: the same NamedTuple type, shapes, dtypes and device.
-
-    A field of int64 can be taken in int32, for numbers that fit: values are not looked at. A field that is None in the
-    results must be None.
-
-    Raises:
-        TypeError: another type or dtype.
-        ValueError: another shape or device.
-    """
+    """Raise unless ``out`` can take ``results``: the same NamedTuple type, shapes, dtypes and device."""
+    # A field of int64 can be taken in int32, for numbers that fit: values are not looked at. A field that is None in
+    # the results must be None.
     if type(out) is not type(results):
         raise TypeError(f"out must be a {type(results).__name__}, got {type(out).__name__}; build it from that type")
     for index, (target, source) in enumerate(zip(out, results, strict=True)):

@@ -24,21 +24,13 @@ Run = Callable[[Mapping[str, Given], int, Results | None], Results]
 
 @dataclass(slots=True)
 class Route:
-    """How batches of one callable are served, and how many of them were.
+    """How batches of one callable are served, and how many of them were."""
 
-    Attributes:
-        request: ``"name rows=R"``.
-        key: of the variant that is replayed; None for a direct call of the callable.
-        reason: why the variant made for such a batch does not serve it; None if it does, or if none is wanted.
-        serve: the replay or the direct call.
-        count: batches served since the counts were last collected.
-    """
-
-    request: str
-    key: VariantKey | None
-    reason: str | None
+    request: str  # ``"name rows=R"``
+    key: VariantKey | None  # None for a direct call of the callable
+    reason: str | None  # why the variant made for such a batch does not serve it; None if it does, or if none is wanted
     serve: Run
-    count: int = 0
+    count: int = 0  # since the counts were last collected
 
     def run(self, tensors: Mapping[str, Given], rows: int, out: Results | None) -> Results:
         """The results of a batch that fits the route, in ``out`` unless that is None; served batches are counted."""
@@ -142,19 +134,7 @@ _MOST_ROUTES = 4096  # kept at once: callables times numbers of rows
 
 
 class Routes:
-    """The routes of batches, each chosen when such a batch comes for the first time.
-
-    Args:
-        registry: the callables.
-        ladder: the buckets.
-        variants: those held.
-        device: of all tensors.
-        mirror: of what the host writes; None without one.
-
-    Attributes:
-        generation: changes when all routes are forgotten.
-        counters: of runs, captures and evictions.
-    """
+    """The routes of batches, each chosen when such a batch comes for the first time."""
 
     def __init__(
         self,
@@ -167,17 +147,11 @@ class Routes:
         self._mirror = mirror
         self._registry, self._ladder, self._variants, self._device = registry, ladder, variants, device
         self._routes: dict[Batch, Route] = {}
-        self.generation = 0
+        self.generation = 0  # changes when all routes are forgotten
         self.counters = Counters()
 
     def of(self, batch: Batch, bindings: Mapping[str, Binding], outs: Mapping[str, OutBinding]) -> Route:
-        """The route of a batch.
-
-        Args:
-            batch: what decides.
-            bindings: what is bound, by input.
-            outs: likewise of the results of callables, by name.
-        """
+        """The route of a batch, for what is bound now by input and, of results, by callable."""
         known = self._routes.get(batch)
         if known is not None:
             return known
@@ -227,22 +201,10 @@ def choose(
     ladder: BucketLadder,
     prepared: Container[VariantKey],
 ) -> tuple[VariantKey | None, str | None]:
-    """The key of the prepared variant that serves a batch, and the reason if it is not the one made for the batch.
-
-    Variants are tried in this order: the smallest bucket, larger buckets, then the same of each further candidate. At
-    each bucket the variant that works on the matched bindings in place comes first, then those with owned buffers.
-
-    Args:
-        rows: rows of the batch R, at least 1.
-        matched: the bindings that tensors of the batch match, by input.
-        outs: the bindings that ``out`` of the batch matches, by callable.
-        candidates: the callable of the batch, then those that cover it.
-        ladder: the buckets.
-        prepared: keys of the captured variants.
-
-    Returns:
-        The key (None for a direct call) and the reason (None if the variant was made for this batch).
-    """
+    """The key of the prepared variant that serves a batch, None for a direct call; and why its own does not."""
+    # Variants are tried in this order: the smallest bucket, larger buckets, then the same of each further candidate:
+    # the callable of the batch comes first, then those that cover it. At each bucket the variant that works on the
+    # matched bindings in place comes first, then those with owned buffers.
     bucket = ladder.bucket_for(rows)
     if bucket is None:
         return None, f"more rows than the largest bucket {ladder.largest}"
@@ -273,10 +235,8 @@ def _reason(taken: VariantKey, wanted: VariantKey) -> str | None:
 
 
 def copied_bytes(registration: Registration, given: Mapping[str, Given], rows: int, bound: Container[str]) -> int:
-    """Bytes that a replay would copy of tensors that lie in memory as owned buffers do, else 0.
-
-    For other tensors the callable may have to be compiled, and a replay is better whatever it copies.
-    """
+    """Bytes that a replay would copy of tensors that lie in memory as owned buffers do, else 0."""
+    # For other tensors the callable may have to be compiled, and a replay is better whatever it copies.
     copied = 0
     for name, tensor in given.items():
         spec = registration.inputs[name]

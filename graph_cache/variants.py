@@ -28,7 +28,6 @@ class CaptureError(RuntimeError):
     """
 
     def __init__(self, name: str, bucket: int, cause: Exception) -> None:
-        """Compose the message: which capture failed with which cause, and what still works."""
         super().__init__(
             f"{name}[{bucket}] could not be captured: {type(cause).__name__}: {cause}; a captured callable must not "
             "wait for the device (.item(), .cpu(), nonzero, a boolean index) and must return a NamedTuple of tensors. "
@@ -40,35 +39,18 @@ class CaptureError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A captured graph with its static tensors: it reads ``[B, *T]`` inputs and writes B rows of its outputs.
-
-    Attributes:
-        key: callable, bucket and bindings.
-        replay: repeats the captured work on the current stream.
-        of_host: names and buffers of the inputs that a batch may bring as bytes.
-        owned: those and the inputs that a batch is copied to; all others are bound.
-        outputs: the buffers that the graph writes, unless it writes the caller's ``out``.
-        mirror: of the inputs of the host, and of what else the graph reads; None without any.
-    """
+    """A captured graph with its static tensors: it reads ``[B, *T]`` inputs and writes B rows of its outputs."""
 
     key: VariantKey
     replay: Replay
-    of_host: tuple[tuple[str, HostInput], ...]
-    owned: tuple[tuple[str, InputBuffer], ...]
-    outputs: OutputBuffers
+    of_host: tuple[tuple[str, HostInput], ...]  # that a batch may bring as bytes
+    owned: tuple[tuple[str, InputBuffer], ...]  # those, and all that a batch is copied to; other inputs are bound
+    outputs: OutputBuffers  # written by the graph, unless it writes the caller's ``out``
     mirror: HostMirror | None
 
     def run(self, tensors: Mapping[str, Given], rows: int, out: Results | None) -> Results:
-        """The results of a batch that is copied in, replayed and copied out on the current stream, without a sync.
-
-        Args:
-            tensors: ``[>= rows, >= tail...]`` each; a missing owned input is filled with its fill.
-            rows: rows of the batch R, at most B.
-            out: ``[rows, *T]`` a field, checked, or None for new tensors.
-
-        Returns:
-            ``out``, or new tensors ``[rows, *T]``.
-        """
+        """The results of a batch that is copied in, replayed and copied out on the current stream, without a sync."""
+        # rows is at most B; a missing owned input is filled with its fill; out is checked already.
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         bucket = self.key.rows
@@ -98,14 +80,9 @@ class Variant:
 def capture_variant(
     key: VariantKey, registration: Registration, statics: StaticTensors, backend: CaptureBackend
 ) -> Variant:
-    """The variant of a key: the callable is warmed up, then captured with the copy of its results to the outputs.
-
-    Owned inputs of one number a row hold their fill: a callable that keeps a state of its own must not find the last
-    batch. So what is bound says nothing of live rows before a replay, and results are written by replays alone.
-
-    Raises:
-        CaptureError: the callable, or the capture of it, failed.
-    """
+    """The variant of a key: the callable is warmed up, then captured with the copy of its results to the outputs."""
+    # Owned inputs of one number a row hold their fill: a callable that keeps a state of its own must not find the last
+    # batch. So what is bound says nothing of live rows before a replay, and results are written by replays alone.
     owned = statics.owned_by(registration, key)
     of_host = tuple((name, each) for name, each in owned.items() if isinstance(each, HostInput))
     try:
@@ -131,41 +108,24 @@ def capture_variant(
 
 
 class Variants(Mapping[VariantKey, Variant]):
-    """The variants held, by key in order of capture.
-
-    Args:
-        registry: the callables.
-        statics: the tensors that variants read and write.
-        backend: captures them; None where nothing is captured.
-    """
+    """The variants held, by key in order of capture."""
 
     def __init__(self, registry: Registry, statics: StaticTensors, backend: CaptureBackend | None) -> None:
         self._registry, self._statics, self.backend = registry, statics, backend
         self._held: dict[VariantKey, Variant] = {}
 
     def __getitem__(self, key: VariantKey) -> Variant:
-        """The variant of a key."""
         return self._held[key]
 
     def __iter__(self) -> Iterator[VariantKey]:
-        """The keys."""
         return iter(self._held)
 
     def __len__(self) -> int:
-        """The number of variants."""
         return len(self._held)
 
     def capture(self, keys: Sequence[VariantKey], progress: Progress | None, changed: Callable[[], object]) -> None:
-        """Capture variants.
-
-        Args:
-            keys: of variants that are not held.
-            progress: called after each as ``progress(done, total, label)``.
-            changed: called after each that was captured, before ``progress``.
-
-        Raises:
-            CaptureError: a callable failed; variants captured before it stay.
-        """
+        """Capture variants; after each, ``changed()`` and then ``progress(done, total, label)`` are called."""
+        # Where one fails, those captured before it stay.
         for done, key in enumerate(keys, start=1):
             assert self.backend is not None
             self._held[key] = capture_variant(key, self._registry.named(key.name), self._statics, self.backend)

@@ -51,14 +51,8 @@ def hard_rows(like: Tensor, *, are_probabilities: bool) -> Tensor:
 
 
 def fault(stage: Stage, compiled: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> str:
-    """How compiled code fails, or how its results differ from those of eager torch; empty where they are equal.
-
-    Args:
-        stage: the stage in eager torch.
-        compiled: called as ``compiled(*tensors)``; it may compile at its first call.
-        tensors: the arguments of a call, which nothing here writes.
-        static: the static arguments of the call.
-    """
+    """How compiled code fails, or how its results differ from those of eager torch; empty where they are equal."""
+    # compiled may compile at its first call; nothing here writes the tensors.
     if any(isinstance(value, CustomEdits) and not _is_exact(value) for value in static.values()):
         return ""
     eager, writes = partial(stage, **static), tuning_of(stage).writes
@@ -75,15 +69,8 @@ def fault(stage: Stage, compiled: Callable[..., Any], tensors: tuple[Any, ...], 
 
 
 def of_requests(stage: Stage, tensors: tuple[Any, ...], vocab_size: int) -> tuple[Any, ...] | None:
-    """Copies of the arguments of a padding call whose rows belong to slots; None where no edit's table is read.
-
-    Integers in tables of edits are 1, which counts one entry, names a token or a position, and is in range for each.
-
-    Args:
-        stage: whose parameters name the arguments.
-        tensors: its arguments.
-        vocab_size: V.
-    """
+    """Copies of the arguments of a padding call whose rows belong to slots; None where no edit's table is read."""
+    # Integers in tables of edits are 1, which counts one entry, names a token or a position, and is in range for each.
     named = _named(stage, tensors)
     is_edit = bool(_tables_of_edits(tensors)) or "token_bitmask" in named
     if not is_edit or "slots" not in named or bool((named["slots"] >= 0).any()):
@@ -138,25 +125,19 @@ def _is_exact(edits: CustomEdits) -> bool:
 
 
 def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: bool) -> Any:
-    """The results of a stage, after the arguments where it writes: it gets copies of them.
-
-    The history's last slot, where several entries may write at once, is 0 there.
-    """
+    """The results of a stage, after the arguments where it writes: it gets copies of them."""
     if not writes:
         return function(*tensors)
     written = copies(tensors)
     results = function(*written)
     for argument in written:
         if isinstance(argument, History):
-            argument.entries[-1].zero_()
+            argument.entries[-1].zero_()  # the last slot, where several entries may write at once
     return *written, results
 
 
 def difference(found: Any, wanted: Any) -> str:
-    """How nested tuples of tensors differ; empty where they are equal, bit for bit, but for the payloads of NaNs.
-
-    Stages hand on ``nan_bits``, the bits of a float, as an int32, so that NaNs count as equal there too.
-    """
+    """How nested tuples of tensors differ; empty where they are equal, bit for bit, but for the payloads of NaNs."""
     pairs = tree_leaves(found), tree_leaves(wanted)
     if len(pairs[0]) != len(pairs[1]):
         return f"{len(pairs[0])} results instead of {len(pairs[1])}"
@@ -174,7 +155,7 @@ def difference(found: Any, wanted: Any) -> str:
 
 def _bits(values: Tensor) -> Tensor:
     """The bits of floats as integers, every NaN the same."""
-    if values.dtype == torch.int32:
+    if values.dtype == torch.int32:  # may be ``nan_bits``, the bits of a float
         return values.clamp(max=_NAN_BITS)
     if not values.is_floating_point():
         return values

@@ -37,14 +37,11 @@ def main() -> None:
 
 
 def compiled_one_by_one(calls: Iterator[tuple[StageCall, Path]]) -> Iterator[StageCode]:
-    """Each stage once it was compiled and is kept at the given place, or failed, or another process compiles it.
-
-    Where the process that asks has settings of its own, on which the code depends, it ends: stages would not be found.
-    """
+    """Each stage once it was compiled and is kept at the given place, or failed, or another process compiles it."""
     stages = CompiledStages()
     for call, path in calls:
         code = StageCode.of_call(call)
-        if code.path(EXACT_OPTIONS) != path:
+        if code.path(EXACT_OPTIONS) != path:  # whoever asks has settings of its own, and would not find the stages
             return
         with contextlib.suppress(Exception):
             stages.compile(code, waits=False)

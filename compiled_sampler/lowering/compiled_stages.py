@@ -74,17 +74,12 @@ class StageWarning(UserWarning):
 
 
 class CompiledStages:
-    """Runs stages through Inductor; a ``run`` for the pipeline.
-
-    Args:
-        options: Inductor options, ``EXACT_OPTIONS`` unless a tool compares others.
-    """
+    """Runs stages through Inductor; a ``run`` for the pipeline."""
 
     fuses = True
 
     def __init__(self, options: Options | None = None) -> None:
-        """Start without compiled stages."""
-        self._options = EXACT_OPTIONS if options is None else options
+        self._options = EXACT_OPTIONS if options is None else options  # others for tools alone
         self._compiled: dict[Any, Compiled] = {}
         self._called: dict[Any, Callable[..., Any]] = {}
         self._eager: dict[Stage, str] = {}
@@ -92,11 +87,9 @@ class CompiledStages:
         self._is_set_up, self._takes_every_chain = False, False
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
-        """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors.
-
-        The class is that of the tensor with the most rows; tensors of a single row are compiled as such. The first call
-        of a class decides how Inductor tunes its kernels: make it with ``row_class`` rows.
-        """
+        """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors."""
+        # The class is that of the tensor with the most rows; tensors of a single row are compiled as such. The first
+        # call of a class decides how Inductor tunes its kernels: make it with row_class rows.
         if self._listing is not None:
             return self._list(self._listing, stage, tensors, static)
         if self._runs_as_is(stage):
@@ -118,25 +111,29 @@ class CompiledStages:
         return not is_known() or os.environ.get(VARIABLE) == "1"
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
-        """``stage.overlap`` on two streams; a CUDA graph that records them lets them overlap."""
+        """What two chains return, the first from a second stream; a CUDA graph that records both lets them overlap."""
         if device.type != "cuda" or self._listing is not None:
             return first(), second()
-        return _on_two_streams(device, first, second)
+        here = torch.cuda.current_stream(device)  # runs the second, then waits for the first
+        aside = _second_stream(device, here.cuda_stream)
+        aside.wait_stream(here)
+        try:
+            with torch.cuda.stream(aside):
+                made = first()
+            results = made, second()
+        finally:
+            here.wait_stream(aside)
+        if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
+            tree_map_only(Tensor, lambda each: each.record_stream(here), made)
+        return results
 
     def any_row(self, flags: Tensor) -> bool:
         """``stage.any_row``; while precompiling, where no row has a value yet, every chain is compiled."""
         return self._listing is not None or self._takes_every_chain or bool(flags.any())
 
     def compile(self, code: StageCode, *, waits: bool = True) -> bool:
-        """Find the code of a stage on disk, or compile it and keep it there; it does not run.
-
-        Args:
-            code: of the stage.
-            waits: for another process that compiles it.
-
-        Returns:
-            Whether the code is here; it is not where another process compiles it, and this one does not wait.
-        """
+        """Whether the code of a stage is here: from before, from disk, or compiled now; it does not run."""
+        # It is not where another process compiles it, and this one does not wait.
         try:
             self._find(code, waits=waits)
         except CompiledElsewhere:
@@ -144,10 +141,8 @@ class CompiledStages:
         return True
 
     def are_on_disk(self, device: torch.device, *steps: Any) -> bool:
-        """Whether all stages that some steps need were kept on disk, by ``precompiling`` with the same arguments.
-
-        Those that are never kept, such as those of the user's edits, are passed over.
-        """
+        """Whether all stages that some steps need were kept on disk, by ``precompiling`` with the same arguments."""
+        # Those that are never kept, such as those of the user's edits, are passed over.
         record = record_of(device, self._options, *steps)
         return record is not None and is_complete(record)
 
@@ -155,14 +150,10 @@ class CompiledStages:
     def precompiling(
         self, device: torch.device, progress: Progress | None = None, *steps: Any, runs: int = 0
     ) -> Iterator[None]:
-        """Within, stages give zeros, in their shapes; at the end those that were called are compiled in parallel.
-
-        Args:
-            device: of the tensors.
-            progress: called as ``progress(done, total, label)`` for each stage that is ready but for its kernels.
-            steps: what decides which stages are called, for ``are_on_disk``; none keeps no record of them.
-            runs: how many steps will be listed; processes start at once to compile about as many stages as they have.
-        """
+        """Within, stages give zeros, in their shapes; at the end those that were called are compiled in parallel."""
+        # steps: what decides which stages are called, for are_on_disk; none keeps no record of them. runs: how many
+        # steps will be listed; processes start at once to compile about as many stages as they have. A stage of which
+        # progress tells is ready but for its kernels.
         self._set_up(device)
         try:
             with one_wait(), BackgroundLaunches(device) as background, CompileProcesses(device) as others:
@@ -190,12 +181,7 @@ class CompiledStages:
             self._takes_every_chain = False
 
     def run_eagerly(self, stage: Stage, reason: str) -> None:
-        """Run a stage in eager torch from now on, and warn of it.
-
-        Args:
-            stage: whose compiled code is not to be used.
-            reason: how it fails or differs.
-        """
+        """Run a stage in eager torch from now on, and warn of it."""
         self._eager[stage] = reason
         warnings.warn(
             f"stage {stage.__name__} runs in eager torch {torch.__version__}: compiled, {reason}. Tokens stay the "
@@ -264,7 +250,6 @@ class CompiledStages:
         return number_of_processes(calls, device) if calls and self._options is EXACT_OPTIONS else 0
 
     def _set_up(self, device: torch.device) -> None:
-        """Prepare Triton before its first kernel."""
         set_up_triton(device)
         self._is_set_up = True
 
@@ -295,28 +280,6 @@ class CompiledStages:
 def _shapes_of(stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, ...]:
     """What distinguishes calls of stages: everything but the numbers in their tensors."""
     return stage, *static.items(), *map(shape, leaves(tensors))
-
-
-def _on_two_streams(device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
-    """What two chains return, as a pair; a CUDA graph that records them lets them overlap.
-
-    Args:
-        device: a GPU.
-        first: runs on another stream, behind what the current one has to do.
-        second: runs on the current stream, which afterwards waits for the other.
-    """
-    here = torch.cuda.current_stream(device)
-    aside = _second_stream(device, here.cuda_stream)
-    aside.wait_stream(here)
-    try:
-        with torch.cuda.stream(aside):
-            made = first()
-        results = made, second()
-    finally:
-        here.wait_stream(aside)
-    if not torch.cuda.is_current_stream_capturing():  # a graph's memory is its own
-        tree_map_only(Tensor, lambda each: each.record_stream(here), made)
-    return results
 
 
 @functools.cache

@@ -108,7 +108,6 @@ def race_leaders(logits: AnyLogits, bounds: Bounds, rows: RowParams, *, vocab_si
 
 
 def _bounds(slices: Sequence[Slice], rows: RowParams, finds_max: bool) -> Bounds:
-    """The bounds of blocks that are given in slices."""
     token_bounds = [_token_bounds(x, ids, rows) for x, ids in slices]
     return Bounds(
         float_key(_best_float(token_bounds)),

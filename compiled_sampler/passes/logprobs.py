@@ -118,7 +118,6 @@ def _logits_of(logits: AnyLogits, ids: Tensor, live: Tensor, vocab_size: int) ->
 
 
 def _given(logits: AnyLogits, token_ids: Tensor, live: Tensor, law: Kept, vocab_size: int) -> Tensor:
-    """Logprobs of given tokens, float32 ``[R, n]``."""
     return _logprobs(_logits_of(logits, token_ids, live, vocab_size), token_ids, law)
 
 

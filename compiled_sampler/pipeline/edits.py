@@ -226,7 +226,6 @@ def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
 
 
 def _may_write(logits: Tensor, edits: EditInputs) -> bool:
-    """Whether lists may write into the caller's logits."""
     return bool(edits.leave) and logits.dtype is torch.float32
 
 

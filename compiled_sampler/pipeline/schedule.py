@@ -91,7 +91,6 @@ def request_ends(mode: Mode, requests: int, rows: int, times: int) -> list[int]:
 
 
 def _edited_rows(vocab_size: int) -> int:
-    """Most rows of an edited copy, one at least."""
     return max(EDITED_BYTES // (4 * vocab_size), 1)
 
 
@@ -153,7 +152,6 @@ class Schedule:
     """How a mode is computed for a number of rows on a device."""
 
     mode: Mode
-    """The mode."""
     order: Pass
     """For passes that keep the largest logit of a block, and for the block weights of a law."""
     mass: Pass

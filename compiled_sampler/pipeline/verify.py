@@ -187,7 +187,6 @@ def _judging_target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, 
 
 
 def _final_winners(schedule: Schedule, logits: Tensor, values: Values, final: Final, run: Run) -> tuple[Tensor, Tensor]:
-    """The ``final_winners`` of the final rows ``[N]``."""
     static = schedule.final.blocks_by_bits
     return in_eager_chunks(schedule, run, lambda final: run(final_winners, logits, values, final, **static), final)
 

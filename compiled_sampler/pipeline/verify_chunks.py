@@ -56,7 +56,6 @@ def _ends(mode: Mode, inputs: VerifyInputs) -> list[int]:
 
 
 def _copies_drafts(mode: Mode, inputs: VerifyInputs) -> bool:
-    """Whether edits copy the logits of drafts."""
     return edits_drafts(mode) and proposed(mode, inputs) is not None
 
 
@@ -102,7 +101,6 @@ def _with_two_rows(inputs: VerifyInputs) -> VerifyInputs:
 
 
 def _first_request(outputs_of_two: VerifyOutputs) -> VerifyOutputs:
-    """The results of the first request alone."""
     outputs = {name: each[:1] for name, each in outputs_of_two._asdict().items() if isinstance(each, Tensor)}
     logprobs = outputs_of_two.logprobs
     return VerifyOutputs(**outputs, logprobs=None if logprobs is None else mapped(logprobs, lambda each: each[:1]))

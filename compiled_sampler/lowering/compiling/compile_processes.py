@@ -35,18 +35,10 @@ Item = tuple[StageCall, Path]
 
 
 def number_of_processes(calls: int, device: torch.device) -> int:
-    """The processes that are worth starting for so many calls: 0 for a few calls, or on a machine of few cores.
-
-    A process of a pool starts none, since it shares the machine with others like it. On a GPU each takes one to two
-    gigabytes of its memory while it lives, so there are no more than are free.
-
-    Args:
-        calls: of stages that are neither compiled nor on disk.
-        device: that they are compiled for.
-
-    Raises:
-        ValueError: ``VARIABLE`` is no number.
-    """
+    """The processes that are worth starting for so many calls of stages that are neither compiled nor on disk."""
+    # None for a few calls, or on a machine of few cores. A process of a pool starts none, since it shares the machine
+    # with others like it. On a GPU each takes one to two gigabytes of its memory while it lives, so there are no more
+    # than are free.
     wanted = os.environ.get(VARIABLE)
     if wanted is not None:
         if not wanted.isdecimal():
@@ -62,17 +54,12 @@ def number_of_processes(calls: int, device: torch.device) -> int:
 
 
 class CompileProcesses:
-    """Processes that compile stages and keep them on disk; each takes the next one when it has done one.
+    """Processes that compile stages and keep them on disk; each takes the next one when it has done one."""
 
-    They are started before it is known which, and import torch meanwhile. Each compiles in one thread, so that a stage
-    is on disk once all its kernels are.
-
-    Args:
-        device: that stages are compiled for.
-    """
+    # They are started before it is known which, and import torch meanwhile. Each compiles in one thread, so that a
+    # stage is on disk once all its kernels are.
 
     def __init__(self, device: torch.device) -> None:
-        """Start none yet."""
         self._device = device
         self._running: list[subprocess.Popen[bytes]] = []
         self._waiting: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
@@ -80,11 +67,9 @@ class CompileProcesses:
         self._serving, self._lock = 0, threading.Lock()
 
     def __enter__(self) -> CompileProcesses:
-        """Ready to start them."""
         return self
 
     def __exit__(self, *raised: object) -> None:
-        """Stop them."""
         self._stop()
 
     def start(self, processes: int) -> None:

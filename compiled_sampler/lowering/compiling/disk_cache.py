@@ -39,14 +39,10 @@ _NO_STAGES = ("conformance", "integrations", "selfcheck")  # folders
 
 
 def path_of(stage: Callable[..., Any], device: torch.device, options: Options, *key: Any) -> Path | None:
-    """Where a stage compiled so is kept; None where it is not.
-
-    Args:
-        stage: a function; one that is not defined at the top of a module may hold values of its own and is not kept.
-        device: that it is compiled for.
-        options: of Inductor; those that are functions must follow from the library's source.
-        key: everything else that its code depends on, with a ``repr`` that is the same in every process.
-    """
+    """Where a stage compiled so is kept; None where it is not."""
+    # One that is not defined at the top of a module may hold values of its own and is not kept. Options that are
+    # functions must follow from the library's source. key is everything else that its code depends on, with a repr that
+    # is the same in every process.
     if "<locals>" in stage.__qualname__:
         return None
     named = stage.__module__, stage.__qualname__, hash_of(Path(inspect.getfile(stage)))
@@ -54,13 +50,7 @@ def path_of(stage: Callable[..., Any], device: torch.device, options: Options, *
 
 
 def record_of(device: torch.device, options: Options, *key: Any) -> Path | None:
-    """Where it is kept which stages a warm-up needs; None where nothing is kept.
-
-    Args:
-        device: that they are compiled for.
-        options: of Inductor.
-        key: everything that decides which stages those are, with a ``repr`` that is the same in every process.
-    """
+    """Where it is kept which stages a warm-up needs, as ``key`` decides; None where nothing is kept."""
     return _place("compiled_sampler_warmups", device, options, key)
 
 
@@ -85,12 +75,7 @@ def write_record(record: Path, stages: Iterable[Path]) -> None:
 
 
 def load(path: Path, scope: dict[str, Any]) -> Compiled | None:
-    """The compiled stage of a file; None if there is none that this machine can use.
-
-    Args:
-        path: of the file.
-        scope: names of the stage's module.
-    """
+    """The compiled stage of a file, in the scope of its module; None if there is none that this machine can use."""
     with contextlib.suppress(*_BROKEN):
         return compilation.load(path, scope)
     return None
@@ -112,18 +97,9 @@ class CompiledElsewhere(Exception):
 
 @contextmanager
 def claimed(path: Path | None, *, waits: bool) -> Iterator[None]:
-    """Within, no other process compiles the stage that is kept at a place, unless this one takes very long.
-
-    A process that ends lets go, however it ends. Where no file can be locked, none waits for another. Threads take the
-    lock of ``versions`` before: one that held a claim and waited for that lock would be waited for by its holder.
-
-    Args:
-        path: of the stage; None where it is not kept, and each process compiles it for itself.
-        waits: whether to wait for a process that compiles it, for ``PATIENCE`` at most.
-
-    Raises:
-        CompiledElsewhere: a process compiles it, and this one does not wait.
-    """
+    """Within, no other process compiles the stage that is kept at a place, unless this one takes very long."""
+    # A process that ends lets go, however it ends. Where no file can be locked, none waits for another. Threads take
+    # the lock of versions before: one that held a claim and waited for that lock would be waited for by its holder.
     from filelock import Timeout
 
     lock = None if path is None else _lock_of(path)

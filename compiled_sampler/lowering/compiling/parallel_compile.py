@@ -18,20 +18,14 @@ from compiled_sampler.lowering.stages.tuning import Stage
 
 
 class BackgroundLaunches:
-    """Launches hand-written kernels from a thread of its own, because Triton compiles a kernel when it is launched.
-
-    Args:
-        device: of their tensors.
-    """
+    """Launches hand-written kernels from a thread of its own, because Triton compiles a kernel when it is launched."""
 
     def __init__(self, device: torch.device) -> None:
-        """No thread yet."""
         self._device = device
         self._launches: list[Future[Any]] = []
         self._pool = ThreadPoolExecutor(1)
 
     def __enter__(self) -> BackgroundLaunches:
-        """Ready for launches."""
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -49,38 +43,26 @@ class BackgroundLaunches:
 
 
 class Listing:
-    """Calls of stages that are listed instead of made.
-
-    Args:
-        background: launches what has kernels of its own.
-    """
+    """Calls of stages that are listed instead of made."""
 
     def __init__(self, background: BackgroundLaunches) -> None:
-        """List nothing."""
         self._background = background
         self._calls: dict[Hashable, StageCall] = {}
         self._results: dict[Hashable, Any] = {}
         self._seconds: dict[Hashable, float] = {}
 
     def launch(self, shapes: Hashable, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """Zeros in the shapes of what a stage returns that is launched meanwhile; arguments as ``zeros``."""
+        """Zeros in the shapes of what a stage returns that is launched meanwhile."""
         self._background.launch(stage, tensors, static)
         return self.zeros(shapes, stage, tensors, static)
 
     def add(self, shapes: Hashable, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """Zeros in the shapes of what a stage returns that is to be compiled; arguments as ``zeros``."""
+        """Zeros in the shapes of what a stage returns that is to be compiled."""
         self._calls.setdefault(shapes, StageCall.of(stage, tensors, static))
         return self.zeros(shapes, stage, tensors, static)
 
     def zeros(self, shapes: Hashable, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """Zeros in the shapes of what a stage returns.
-
-        Args:
-            shapes: what distinguishes the call.
-            stage: that is called.
-            tensors: its arguments.
-            static: its static arguments.
-        """
+        """Zeros in the shapes of what a stage returns; ``shapes`` distinguishes the call."""
         if shapes not in self._results:
             began = time.perf_counter()
             self._results[shapes] = fake_results(stage, tensors, static)
@@ -92,10 +74,8 @@ class Listing:
         return [StageCode.of_call(call) for call in self._calls.values()]
 
     def longest_first(self) -> list[tuple[StageCode, StageCall]]:
-        """Each different code once, with a call of it; first what has many operations: whose shapes took long to find.
-
-        A long stage that is begun last would be waited for alone.
-        """
+        """Each different code once, with a call of it; first what has many operations, whose shapes took long."""
+        # A long stage that is begun last would be waited for alone.
         found: dict[Any, tuple[float, StageCode, StageCall]] = {}
         for (shapes, call), code in zip(self._calls.items(), self.codes(), strict=True):
             found.setdefault(code.key, (self._seconds[shapes], code, call))

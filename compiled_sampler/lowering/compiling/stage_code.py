@@ -71,20 +71,14 @@ class StageCode(NamedTuple):
         return {**exact, **tuning_of(self.stage).options(self.hint, self._block, on_gpu=self.on_gpu)}
 
     def path(self, exact: Options) -> Path | None:
-        """Where the compiled stage is kept; None where it is not: edits of the user may use code of any kind.
-
-        Torch keeps such code itself, by a hash of the graph that was traced and of its constants.
-        """
+        """Where the compiled stage is kept; None where it is not: edits of the user may use code of any kind."""
+        # Torch keeps such code itself, by a hash of the graph that was traced and of its constants.
         if any(isinstance(each, CustomEdits) for each in self.static.values()):
             return None
         return path_of(self.stage, self.device, self.options(exact), *self.key[1:], *fixed(self.tensors))
 
     def check_not_capturing(self) -> None:
-        """Refuse to compile within a capture, which compilation would break.
-
-        Raises:
-            RuntimeError: a CUDA graph is being captured.
-        """
+        """Refuse to compile within a capture, which compilation would break."""
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"stage {self.stage.__name__} was not compiled for such a call before the capture; warmup() does so "
@@ -93,15 +87,7 @@ class StageCode(NamedTuple):
             )
 
     def found_or_compiled(self, exact: Options, *, waits: bool) -> Compiled:
-        """The stage from disk, or compiled now and kept there.
-
-        Args:
-            exact: Inductor's options that keep its results exact.
-            waits: for another process that compiles it.
-
-        Raises:
-            CompiledElsewhere: another process compiles it, and this one does not wait.
-        """
+        """The stage from disk, or compiled now and kept there; with ``waits``, after a process that compiles it."""
         found, place = self._found(self.path(exact))
         if found is not None:
             return found

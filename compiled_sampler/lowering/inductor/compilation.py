@@ -25,26 +25,17 @@ class Compiled(Protocol):
 
     def __call__(self, *tensors: Any) -> Any:
         """The stage's results."""
-        ...
 
     def guard_check(self, *tensors: Any) -> bool:
         """Whether it was made for tensors of such shapes."""
-        ...
 
     def disable_guard_check(self) -> None:
         """Leave ``guard_check`` to the caller."""
-        ...
 
 
 def compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:
-    """A stage compiled for any number of rows of the class of ``hint``; it does not run on ``tensors``.
-
-    Args:
-        stage: with its static arguments as defaults.
-        tensors: the first arguments.
-        hint: rows for which Inductor tunes.
-        options: of Inductor.
-    """
+    """A stage compiled for any number of rows of the class of ``hint``, for which Inductor tunes."""
+    # The stage has its static arguments as defaults; tensors are the first arguments, on which it does not run.
     with LOCK, _unseeded():
         if not is_known():
             return _CompiledByCall(stage, tensors, options)
@@ -52,15 +43,8 @@ def compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, opt
 
 
 def load(path: Path, scope: dict[str, Any]) -> Compiled:
-    """The compiled stage of a file.
-
-    Args:
-        path: of the file.
-        scope: names of the stage's module; torch stores references to the classes of results there, not the classes.
-
-    Raises:
-        Exception: of any kind, for a file that is damaged or from another machine.
-    """
+    """The compiled stage of a file; an exception of any kind for one that is damaged or from another machine."""
+    # Torch stores references to the classes of results by their names in scope, not the classes.
     from torch._inductor import config
 
     with path.open("rb") as file, config.patch(compile_threads=1):  # its kernels lie on disk: a pool takes longer
@@ -69,11 +53,7 @@ def load(path: Path, scope: dict[str, Any]) -> Compiled:
 
 
 def cache_folder(options: dict[str, Any]) -> Path | None:
-    """Inductor's cache directory; None where its caches are turned off.
-
-    Args:
-        options: of one compilation.
-    """
+    """Inductor's cache directory; None where its caches are turned off, also by the options of one compilation."""
     if not is_known():
         return None
     import torch._inductor.config as config
@@ -91,13 +71,11 @@ def cache_settings() -> list[tuple[str, Any]]:
 
 
 def set_up_triton(device: torch.device) -> None:
-    """Let Triton assemble and keep hand-written kernels as Inductor does its own, from the first one on.
-
-    Inductor asks for both by environment variables, but not before it needs them; kernels launched earlier would lie in
-    another directory, or be the work of another assembler, and the next process would compile them again. Worse, Triton
-    asks the assembler for its version once a process, and looks for all kernels under that: Inductor's own, assembled
-    by other processes, would not be found any more.
-    """
+    """Let Triton assemble and keep hand-written kernels as Inductor does its own, from the first one on."""
+    # Inductor asks for both by environment variables, but not before it needs them; kernels launched earlier would lie
+    # in another directory, or be the work of another assembler, and the next process would compile them again. Worse,
+    # Triton asks the assembler for its version once a process, and looks for all kernels under that: Inductor's own,
+    # assembled by other processes, would not be found any more.
     if device.type == "cuda" and is_known():
         from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
         from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
@@ -116,10 +94,8 @@ def fake_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: di
 
 @contextmanager
 def without_numbers() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Within, new tensors have neither numbers nor memory; yields a function that makes such a tensor of a usual one.
-
-    On an unknown torch all tensors are usual ones.
-    """
+    """Within, new tensors have neither numbers nor memory; yields a function that makes a usual one such a tensor."""
+    # On an unknown torch all tensors are usual ones.
     if not was_checked():
         yield lambda tensor: tensor
         return
@@ -147,21 +123,15 @@ def import_compilers() -> None:
 
 
 def save(path: Path, made: Any) -> None:
-    """Write a compiled stage to a file.
-
-    Raises:
-        Exception: of any kind, where it cannot be serialised.
-    """
+    """Write a compiled stage to a file; an exception of any kind where it cannot be serialised."""
     with LOCK, _no_triton_kernels():
         made.save_compiled_function(str(path))
 
 
 def _compiled_ahead(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:
-    """Compiled without a run; it can be stored.
-
-    Torch compiles nothing ahead of a run where Inductor's caches are forbidden. Then those that it would use are turned
-    off, and what forbids them is lifted meanwhile: torch asks for it before it reads the options of a call.
-    """
+    """Compiled without a run; it can be stored."""
+    # Torch compiles nothing ahead of a run where Inductor's caches are forbidden. Then those that it would use are
+    # turned off, and what forbids them is lifted meanwhile: torch asks for it before it reads the options of a call.
     from torch._dynamo import config as dynamo_config
     from torch._inductor import config as inductor_config
 
@@ -178,29 +148,20 @@ def _compiled_ahead(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: i
 
 
 class _CompiledByCall:
-    """A stage compiled by a call of it; torch itself looks whether its code fits.
-
-    Args:
-        stage: with its static arguments as defaults.
-        tensors: the first arguments.
-        options: of Inductor; those that this torch does not have are left out.
-    """
+    """A stage compiled by a call of it; torch itself looks whether its code fits."""
 
     def __init__(self, stage: Callable[..., Any], tensors: tuple[Any, ...], options: Options) -> None:
-        """Compile it."""
         from torch._inductor import list_options
 
-        options = {name: options[name] for name in list_options() if name in options}
+        options = {name: options[name] for name in list_options() if name in options}  # those that this torch has
         options["guard_filter_fn"] = _is_about_sizes
         self._function: Callable[..., Any] = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
         self._function(*(_any_rows(argument) for argument in tensors))
 
     def __call__(self, *tensors: Any) -> Any:
-        """The stage's results."""
         return self._function(*tensors)
 
     def guard_check(self, *tensors: Any) -> bool:
-        """Whether a call is allowed: always."""
         return True
 
     def disable_guard_check(self) -> None:
@@ -209,10 +170,8 @@ class _CompiledByCall:
 
 @contextmanager
 def _unseeded() -> Iterator[None]:
-    """Within, ``random`` is seeded by chance; afterwards it is as it was.
-
-    Torch names a graph that it cannot hash by ``random.random()``: after equal seeds it would take one for another.
-    """
+    """Within, ``random`` is seeded by chance; afterwards it is as it was."""
+    # Torch names a graph that it cannot hash by random.random(): after equal seeds it would take one for another.
     state = random.getstate()
     random.seed()
     try:
@@ -223,11 +182,9 @@ def _unseeded() -> Iterator[None]:
 
 @contextmanager
 def _no_triton_kernels() -> Iterator[None]:
-    """Within, torch's table of the Triton kernels that were traced in this process is empty.
-
-    Torch stores it with every compiled function and puts it over the table of the process that loads one, where the
-    numbers mean other kernels. No stage that is kept launches any.
-    """
+    """Within, torch's table of the Triton kernels that were traced in this process is empty."""
+    # Torch stores it with every compiled function and puts it over the table of the process that loads one, where the
+    # numbers mean other kernels. No stage that is kept launches any.
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     with kernel_side_table.lock:
@@ -240,10 +197,8 @@ def _no_triton_kernels() -> Iterator[None]:
 
 
 def _is_about_sizes(guards: Sequence[Any]) -> list[bool]:
-    """Keep the guards on sizes; the key of ``CompiledStages`` holds the rest of a tensor.
-
-    Others would recompile a warmed-up stage when the engine's grad mode, inference mode or default dtype differs.
-    """
+    """Keep the guards on sizes; the key of ``CompiledStages`` holds the rest of a tensor."""
+    # Others would recompile a warmed-up stage when the engine's grad mode, inference mode or default dtype differs.
     return [guard.guard_type == "SHAPE_ENV" for guard in guards]
 
 

@@ -11,11 +11,9 @@ from compiled_sampler.lowering.inductor.versions import was_checked
 
 
 def alike(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function of as many tensors: whether each has the shape, strides, dtype, device and negative bit of its like.
-
-    And whether it requires a gradient or was made in inference mode as its like, which says where torch lets it be
-    written. It holds no tensor. A guard says no of a tensor of another class too, and where one tensor stands twice.
-    """
+    """A function of as many tensors: whether each has shape, strides, dtype, device and negative bit of its like."""
+    # And whether it requires a gradient or was made in inference mode as its like, which says where torch lets it be
+    # written. It holds no tensor. A guard also rejects tensor subclasses and repeated tensors.
     is_each_once = len({*map(id, tensors)}) == len(tensors)
     return _guard(tensors) if is_each_once and was_checked() else _comparison(tensors)
 

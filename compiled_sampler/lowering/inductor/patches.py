@@ -18,14 +18,7 @@ _SMALLEST = 4  # bytes of a lane; narrower ones may be held as something wider
 
 @contextmanager
 def tuned_kernels(tuning: StageTuning, rows: int, block: int = 0, *, on_gpu: bool) -> Iterator[None]:
-    """Within, Inductor makes the Triton kernels of a stage as it declares, and C++ with whole casts.
-
-    Args:
-        tuning: of the stage.
-        rows: that the kernels are made for, see ``StageTuning.rows_hint``.
-        block: tokens a block, of a pass over the row.
-        on_gpu: whether they are Triton kernels.
-    """
+    """Within, Inductor makes the Triton kernels of a stage as it declares, and C++ with whole casts."""
     if not is_known():
         yield
         return
@@ -37,13 +30,9 @@ def tuned_kernels(tuning: StageTuning, rows: int, block: int = 0, *, on_gpu: boo
 
 @contextmanager
 def one_wait() -> Iterator[None]:
-    """Within, kernels that this thread compiles are not waited for; at the end they are ready to run.
-
-    Inductor hands every kernel to a pool of processes and waits for it before it goes on. Here it waits once, for all.
-
-    Raises:
-        Exception: the first of the compilers' errors.
-    """
+    """Within, kernels that this thread compiles are not waited for; at the end they are ready to run."""
+    # Inductor hands every kernel to a pool of processes and waits for it before it goes on. Here it waits once, for
+    # all; the first of the compilers' errors is raised then.
     if not is_known():
         yield
         return
@@ -88,12 +77,10 @@ def _triton_patches(tuning: StageTuning, rows: int, block: int) -> Iterator[Abst
 
 @contextmanager
 def whole_casts() -> Iterator[None]:
-    """Within, Inductor's C++ reads the bits of a vector as another type without a look at its lanes.
-
-    Left alone, it casts lane by lane, through memory. Of a vector of 64 bytes g++ then stores two halves, and the load
-    of the whole waits until both have left for the cache: a race over rows, a dozen casts a token, takes 3.4 times as
-    long.
-    """
+    """Within, Inductor's C++ reads the bits of a vector as another type without a look at its lanes."""
+    # Left alone, it casts lane by lane, through memory. Of a vector of 64 bytes g++ then stores two halves, and the
+    # load of the whole waits until both have left for the cache: a race over rows, a dozen casts a token, takes 3.4
+    # times as long.
     from torch._inductor.codegen.cpp import CppVecOverrides
     from torch._inductor.virtualized import V
 

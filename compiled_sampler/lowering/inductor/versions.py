@@ -35,7 +35,6 @@ def was_checked() -> bool:
 
 @functools.cache
 def _warn(version: str) -> None:
-    """Warn, once for each version."""
     first, last = (".".join(map(str, each)) for each in KNOWN_TORCH)
     warnings.warn(
         f"compiled_sampler does not know torch {version}: it was checked on {first} to {last}. Tokens stay the same, "

@@ -115,15 +115,10 @@ class StageCall:
 
 
 def unshared(tensors: tuple[Any, ...], *, are_read: bool) -> tuple[Any, ...]:
-    """The arguments of a stage that writes, with other memory in place of such that is given a second time.
-
-    Torch looks for such memory where a stage is compiled, and would compile it for memory that is given once. The other
-    one lies as the first does: where it is better aligned, each call would copy what is not.
-
-    Args:
-        tensors: the arguments.
-        are_read: whether the stage runs on them; otherwise there is no memory behind the others, a history's say.
-    """
+    """The arguments of a stage that writes, with other memory in place of such that is given a second time."""
+    # Torch looks for such memory where a stage is compiled, and would compile it for memory that is given once. The
+    # other one lies as the first does: where it is better aligned, each call would copy what is not. Unless the stage
+    # runs on them, there is no memory behind the others, a history's say.
 
     def other(tensor: Tensor, _: Tensor) -> Tensor:
         return _copy(tensor) if are_read else TensorSpec.of(tensor).made()

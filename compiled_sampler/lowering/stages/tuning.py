@@ -182,12 +182,8 @@ class StageTuning:
         return self.same_by_row_classes and few == many
 
     def tile_for(self, rows: int, block: int = 0) -> Tile | None:
-        """The tile of a stage's Triton kernels; None where Inductor times tilings of its own.
-
-        Args:
-            rows: that the kernels are made for, see ``rows_hint``.
-            block: tokens a block; 0 for a stage without blocks.
-        """
+        """The tile of a stage's Triton kernels for a ``rows_hint``; None where Inductor times tilings of its own."""
+        # block: tokens a block; 0 for a stage without blocks.
         if rows == 1:
             return self.tile_of_one_row
         if self.warps_of_few_rows is not None and rows <= SMALL_ROWS:
@@ -199,13 +195,7 @@ class StageTuning:
         return rows <= self.overlap_rows_by_block.get(block, self.overlap_rows)
 
     def options(self, rows: int, block: int = 0, *, on_gpu: bool) -> dict[str, Any]:
-        """Inductor's own options for a stage; the other arguments as ``tile_for``.
-
-        Args:
-            rows: that the kernels are made for.
-            block: tokens a block.
-            on_gpu: whether they are Triton kernels.
-        """
+        """Inductor's own options for a stage; ``rows`` and ``block`` as ``tile_for``."""
         options: dict[str, Any] = {"triton.enable_pdl": self.overlaps(rows, block)}
         if on_gpu and self.keeps_reductions:
             options["unroll_reductions_threshold"] = 1
