@@ -17,11 +17,11 @@ class RowStatus(enum.IntFlag):
     """Flags of what happened in a row besides a plain draw, which is 0. Padding has status -1, like its token."""
 
     NAN_SEEN = 1
-    """A logit was NaN; it counted as ``-inf``."""
+    """A logit was NaN; it counted as ``-inf``. A NaN that a mask hides is not reported."""
     ALL_MASKED = 2
     """No token could be drawn; the token is -1."""
     POSITIVE_INFINITY = 4
-    """A logit was ``+inf``, or its scaled value overflowed; the token was drawn among the ``+inf`` tokens."""
+    """A logit was ``+inf``, or its scaled value overflowed; the token is one of these, the lowest id if greedy."""
     ZERO_RESIDUAL = 8
     """A draft was rejected, yet no token has a residual; the target is drawn from (speculation/residual.py)."""
     DRAFT_OUT_OF_RANGE = 16

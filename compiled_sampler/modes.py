@@ -175,6 +175,15 @@ def mode_table(vocab_size: int, top_p_base: str) -> tuple[Mode, ...]:
     )
 
 
+def narrow_mode(most_top_k: int | None) -> str | None:
+    """The name of the mode whose candidates hold so large a top_k; None where none does, or a row has no top_k.
+
+    For callers whose parameters are on the device, and who know a bound of top_k on the host.
+    """
+    fitting = [capacity for capacity in CAPACITIES if most_top_k is not None and most_top_k <= capacity]
+    return f"top_k_top_p[{min(fitting)}]" if fitting else None
+
+
 def uncovered(mode: Mode, params: SamplingParams) -> str | None:
     """The reason why a mode cannot serve a request, or None if it covers the request."""
     if params.is_greedy:

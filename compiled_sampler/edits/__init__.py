@@ -1,6 +1,6 @@
 """Edits of logits, a file each: parameters, table and stage of masks, biases, stops, penalties, DRY and bad words.
 
-A filter of whole rows declares itself here too; its stages stand in ``passes`` and are called by
+The filters of whole rows are declared in ``row_filters``; their stages stand in ``passes`` and are called by
 ``pipeline/row_filters.py``, as they read rows in blocks.
 """
 
@@ -10,14 +10,10 @@ from compiled_sampler.edits.bias import LOGIT_BIAS
 from compiled_sampler.edits.dry import DRY
 from compiled_sampler.edits.edit_spec import EditSpec
 from compiled_sampler.edits.history import HISTORY_EDIT
-from compiled_sampler.edits.min_k import MIN_K
 from compiled_sampler.edits.min_tokens import MIN_TOKENS, STOPS
-from compiled_sampler.edits.p_less import P_LESS
 from compiled_sampler.edits.penalties import PENALTIES
-from compiled_sampler.edits.top_n_sigma import TOP_N_SIGMA
-from compiled_sampler.edits.typical_p import TYPICAL_P
+from compiled_sampler.edits.row_filters import MIN_K, P_LESS, TOP_N_SIGMA, TYPICAL_P, XTC
 from compiled_sampler.edits.watermark import WATERMARK
-from compiled_sampler.edits.xtc import XTC
 
 EDIT_SPECS: tuple[EditSpec, ...] = (
     ALLOWED_TOKEN_IDS,

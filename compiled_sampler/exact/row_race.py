@@ -25,10 +25,10 @@ from compiled_sampler.core.score import admitted_key
 from compiled_sampler.exact.threshold import (
     FlaggedRows,
     Threshold,
+    base_is_row_mask,
     block_masses,
     has_triton_twin,
     keep_all_threshold,
-    measured_on_row,
     search_threshold,
     triton_operator,
 )
@@ -76,8 +76,8 @@ def recheck_winners(
     base = known.row_mass
     if ordered is not None:
         mass = top_k_mass(ordered, ordered_logits(ordered, rows.scale), rows.top_k).sum(-1)
-        on_row = measured_on_row(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base_is_row)
-        base = torch.where(on_row, base, mass)
+        row_is_base = base_is_row_mask(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base_is_row)
+        base = torch.where(row_is_base, base, mass)
     kept = (before.counts.sum(-1) < rows.top_k) & (before.masses.sum(-1) < mass_cut(rows.top_p, base))
     packed = torch.where(known.is_open, KEEP_ALL, known.packed)
     return Threshold(packed, known.is_open & ~kept, known.beyond_candidates, known.row_mass)
@@ -110,15 +110,15 @@ def race_rows(
 def race_and_weigh(logits: AnyLogits, flagged: FlaggedRows, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """Parts of every row's mass, and ``race_rows`` of the rows that certainly race, in one pass over the logits."""
     # Returns masses, int64 [R, n], and winners, int64 [R, m].
-    rows, row_max, exceeds_candidates = flagged
+    rows, row_max, races = flagged
     x = values_of(logits)
     if has_triton_twin(x):
         operator, words = triton_operator("race_rows"), words_of(logits, vocab_size)
         parameters = _parameters(rows, row_max)
-        winners, masses = operator(x, exceeds_candidates, *parameters, None, words, vocab_size, True)
+        winners, masses = operator(x, races, *parameters, None, words, vocab_size, True)
         return masses, winners
     masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
-    return masses, race_rows(logits, exceeds_candidates, rows, row_max, None, vocab_size=vocab_size)
+    return masses, race_rows(logits, races, rows, row_max, None, vocab_size=vocab_size)
 
 
 def _parameters(rows: RowParams, row_max: Tensor | None) -> tuple[Any, ...]:
@@ -170,7 +170,7 @@ def race_top_k(logits: AnyLogits, rows: RowParams, *, vocab_size: int) -> tuple[
     """The best packed (score key, id) of each row under top-k and min_p, and its ``nan_bits``: ``[R, 1]`` each."""
     # On a GPU a row is read at most twice: by the search, which needs no pass before it, and by the race of rows that
     # keep many tokens.
-    # Top-p keeps all tokens of each row.
+    # Requires top_p = 1 in each row: no mass is computed.
     x = values_of(logits)
     if has_triton_twin(x):
         parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])

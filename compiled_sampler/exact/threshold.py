@@ -43,8 +43,9 @@ class FlaggedRows(NamedTuple):
     """Parameters ``[R]``."""
     row_max: Tensor
     """float32 ``[R]``, the largest logit."""
-    exceeds_candidates: Tensor
-    """bool ``[R]``, true if only top-p filters, if any, and certainly more tokens than the candidates are kept."""
+    races: Tensor
+    """bool ``[R]``, true for rows that certainly race over all their tokens: only top-p filters them, if anything, and
+    certainly keeps more tokens than the candidates."""
 
 
 class Threshold(NamedTuple):
@@ -82,12 +83,12 @@ def threshold_in_prefix(
     mass = top_k_mass(ordered, ordered_logits(ordered, scale), top_k)
     fits = top_k <= ordered.shape[1]
     base = row_mass if base_is_row else torch.where(fits, mass.sum(-1), row_mass)
-    base_known = fits | measured_on_row(top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
+    base_known = fits | base_is_row_mask(top_k, top_p, vocab_size=vocab_size, base_is_row=base_is_row)
     keep = keep_prefix(ordered, mass, top_k, top_p, base)
     return last_kept(ordered, keep), base_known, fits | ~keep.all(-1)  # a prefix: all true if the last is
 
 
-def measured_on_row(top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_row: bool) -> Tensor:
+def base_is_row_mask(top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_row: bool) -> Tensor:
     """Mask of the rows in which the base of top-p is the row's mass, or top-p keeps all tokens: bool ``[R]``."""
     # Arguments as threshold_in_prefix.
     return (top_k >= vocab_size) | (top_p >= 1.0) | base_is_row

@@ -1,1 +1,22 @@
-"""From stages to kernels: the one place that calls ``torch.compile`` and names Inductor."""
+"""From stages to kernels: the one place that calls ``torch.compile`` and names Inductor.
+
+Modules and folders, from the entry point down::
+
+    compiled_stages             CompiledStages: the ``run`` that compiles each stage once and finds it again by its call
+    comparison                  on an untested torch: a compiled stage against eager torch, bit for bit, before its use
+    compile_worker              the program that compile_processes starts: compiles stages and keeps them on disk
+
+    compiling.stage_code        StageCode: the code of one stage, from disk or compiled here, and with which options
+    compiling.disk_cache        compiled stages on disk: their names, and the lock of the process that compiles one
+    compiling.parallel_compile  Listing: the stages of a warm-up, listed and answered with zeros, not compiled yet
+    compiling.compile_processes CompileProcesses: compiles what was listed, in several processes
+
+    stages.stage_call           StageCall: a stage, its static arguments and the layouts of its tensors
+    stages.tuning               TUNING: one declaration a stage of how Inductor shapes its kernels
+
+    inductor.compilation        one stage through Inductor, ahead of its first run
+    inductor.triton_kernels     Inductor's Triton kernels with the declared tiling and rewritten source
+    inductor.layout_guards      whether tensors are laid out as others were, by Dynamo's guards
+    inductor.patches            patches of Inductor, each a context
+    inductor.versions           the torch versions on which the above was checked; the lock of all patches
+"""

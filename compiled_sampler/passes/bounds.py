@@ -100,11 +100,11 @@ def race_leaders(logits: AnyLogits, bounds: Bounds, rows: RowParams, *, vocab_si
     ids = ids.to(torch.int32)
     best = pack(admitted_key(x, ids, rows, row_max, None), ids).amax(-1)
     best_key, others = packed_key(best).clamp(max=POSITIVE_INFINITY_KEY), packed_key(rest)
-    nan_bits = packed_key(leaders[0])[:, 0]
+    top_key = packed_key(leaders[0])[:, 0]  # above POSITIVE_INFINITY_KEY just where the row has a NaN: its nan_bits
     # a greedy row's bounds are scores, and of equal ones the first block leads, but behind all blocks with a NaN
-    decides_ties = (rows.noise_mask == 0) & (nan_bits <= POSITIVE_INFINITY_KEY)
+    decides_ties = (rows.noise_mask == 0) & (top_key <= POSITIVE_INFINITY_KEY)
     may_win = (others > best_key) | ((others == best_key) & ~decides_ties)
-    return Leaders(best, nan_bits, rows.live & may_win & (others > MASKED_KEY), row_max)
+    return Leaders(best, top_key, rows.live & may_win & (others > MASKED_KEY), row_max)
 
 
 def _bounds(slices: Sequence[Slice], rows: RowParams, finds_max: bool) -> Bounds:

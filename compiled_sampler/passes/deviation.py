@@ -20,7 +20,7 @@ from compiled_sampler.core.arithmetic import reciprocal, square_root
 from compiled_sampler.core.mass import FLOAT_MAX
 from compiled_sampler.core.order import is_visible, key_float, order_key, row_logits, without_denormals
 from compiled_sampler.core.rows import expand_to
-from compiled_sampler.edits.top_n_sigma import TopNSigma
+from compiled_sampler.edits.row_filters import TopNSigma
 from compiled_sampler.passes.blocks import logit_blocks
 
 _STEPS = 31  # bits of a distance; a square has twice as many, of which each half is summed

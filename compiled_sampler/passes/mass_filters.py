@@ -21,8 +21,7 @@ from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_moment, exp2_s
 from compiled_sampler.core.noise import XTC, noise_keys, uniform
 from compiled_sampler.core.order import indices, is_visible, order_key, pack, row_logits
 from compiled_sampler.core.rows import RowSlots, expand_to
-from compiled_sampler.edits.p_less import PLess
-from compiled_sampler.edits.xtc import Xtc
+from compiled_sampler.edits.row_filters import PLess, Xtc
 from compiled_sampler.passes.blocks import logit_blocks
 
 _ABOVE_ALL = 2**63 - 1

@@ -23,7 +23,7 @@ from torch import Tensor
 from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.mass import MASS_BITS, exp2_units
 from compiled_sampler.core.order import indices, is_visible, row_logits
-from compiled_sampler.edits.typical_p import TypicalP
+from compiled_sampler.edits.row_filters import TypicalP
 from compiled_sampler.passes.mass_filters import MassSums, MassUnits, scaled
 
 NUM_DIGITS = 3

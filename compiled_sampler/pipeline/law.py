@@ -57,13 +57,13 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
     # The law's sums may not be taken yet (sum_law); candidates are packed keys, int64 [R, C], or None.
     mode = schedule.mode
     if mode.searches:
-        unsearched = candidates_and_thresholds(schedule, logits, row_slots, TARGET, run)
-        threshold: Tensor | Last = threshold_of(schedule, logits, unsearched, run)
+        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, TARGET, run)
+        threshold: Tensor | Last = threshold_of(schedule, logits, search_inputs, run)
         if schedule.compares_keys:
             threshold = run(last_of, threshold, by_key=True)
-        cut = cut_at_threshold(threshold, unsearched.row_max, unsearched.rows)
+        cut = cut_at_threshold(threshold, search_inputs.row_max, search_inputs.rows)
         weights = run(weight_blocks, logits, cut, **schedule.order.blocks)
-        return LawBlocks(cut, weights, unsearched.nan_bits), None
+        return LawBlocks(cut, weights, search_inputs.nan_bits), None
     if mode.capacity:
         candidates = find_candidates(schedule, logits, row_slots, run)
         draw_inputs = (candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass)

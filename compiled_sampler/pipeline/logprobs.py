@@ -155,12 +155,12 @@ def _filtered(
     sums = {"moment": wanted.entropy and wanted.of == "filtered", "num_kept": wanted.num_kept, "last": wanted.boundary}
     if mode.searches:
         assert isinstance(logits, Tensor)
-        unsearched = candidates_and_thresholds(schedule, logits, row_slots, TARGET, run)
-        threshold: Tensor | Last = threshold_of(schedule, logits, unsearched, run)
+        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, TARGET, run)
+        threshold: Tensor | Last = threshold_of(schedule, logits, search_inputs, run)
         if schedule.compares_keys:
             threshold = run(last_of, threshold, by_key=True)
-        above = cut_at_threshold(threshold, unsearched.row_max, unsearched.rows)
-        return _summed(schedule, logits, above, run, **sums), unsearched.ordered
+        above = cut_at_threshold(threshold, search_inputs.row_max, search_inputs.rows)
+        return _summed(schedule, logits, above, run, **sums), search_inputs.ordered
     if mode.capacity:
         candidates = find_candidates(schedule, logits, row_slots, run)
         kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_key=schedule.compares_keys)

@@ -58,7 +58,7 @@ from compiled_sampler.pipeline.edits import Edited, drawing_schedule, logits_to_
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk, sums_kept, with_kept
 from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.search import (
-    Unsearched,
+    SearchInputs,
     block_maxima,
     candidates_and_thresholds,
     find_candidates,
@@ -191,26 +191,26 @@ def _draw_beyond_candidates(
     mode = schedule.mode
     if not schedule.skips_rows:
         assert isinstance(logits, Tensor)  # C++ reads no masks
-        unsearched = candidates_and_thresholds(schedule, logits, row_slots, stream, run, maxima=maxima)
-        return _draw_and_recheck(schedule, logits, unsearched, run)
+        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, stream, run, maxima=maxima)
+        return _draw_and_recheck(schedule, logits, search_inputs, run)
     if isinstance(logits, MaskedLogits):
         logits = with_one_mask(logits, mode.vocab_size, run)
     if not mode.capacity:  # top_k: a search and a race above the threshold, which need no pass before them
         rows = run(gather_rows, row_slots, stream=stream)
         winners, nan_bits = run(race_top_k, logits, rows, vocab_size=mode.vocab_size)
         return run(draw_from_winners, winners, nan_bits, rows.idle)
-    unsearched = candidates_and_thresholds(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
-    ordered, nan_bits, rows, row_max, known, raced = unsearched
+    search_inputs = candidates_and_thresholds(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
+    ordered, nan_bits, rows, row_max, known, raced = search_inputs
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     winners = run(race_beyond_candidates, logits, known, rows, row_max, raced, **base)
     return run(draw_from_candidates_and_winners, ordered, winners, nan_bits, rows, row_max, known)
 
 
-def _draw_and_recheck(schedule: Schedule, logits: Tensor, unsearched: Unsearched, run: Run) -> SampleOutputs:
+def _draw_and_recheck(schedule: Schedule, logits: Tensor, search_inputs: SearchInputs, run: Run) -> SampleOutputs:
     """The winners of races, ``[R]``, on the CPU: over the whole row, and again where a filter may drop the winner."""
     # In C++ a pass over a row costs much less than a search for its threshold. So every row races, the mass and the
     # number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
-    ordered, _, rows, row_max, known, _ = unsearched
+    ordered, _, rows, row_max, known, _ = search_inputs
     vocab = {"vocab_size": schedule.mode.vocab_size}
     drawn = _draw_from_row(schedule, logits, rows, row_max, run(last_without_search, known), run)
     if not any_row(run, known.is_open):
@@ -220,7 +220,7 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, unsearched: Unsearched
     known = run(recheck_winners, ordered, known, parts, rows, **vocab, base_is_row=schedule.mode.base_is_row)
     if not any_row(run, known.is_open):
         return drawn
-    last = run(last_of, threshold_of(schedule, logits, unsearched._replace(known=known), run), by_key=True)
+    last = run(last_of, threshold_of(schedule, logits, search_inputs._replace(known=known), run), by_key=True)
     return _draw_from_row(schedule, logits, rows, row_max, last, run)
 
 

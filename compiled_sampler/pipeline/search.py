@@ -116,8 +116,8 @@ class Candidates(NamedTuple):
     """int64 ``[R]``, the mass of the whole row; None where top-p is a share of the mass after top-k."""
 
 
-class Unsearched(NamedTuple):
-    """What is known about each row before a search for its threshold."""
+class SearchInputs(NamedTuple):
+    """What the search for each row's threshold starts from, and a draw that needs no search."""
 
     ordered: Tensor | None
     """int64 ``[R, C]``, packed keys of the candidates in descending order; None where the mode has no candidates."""
@@ -172,7 +172,7 @@ def candidates_and_thresholds(
     *,
     maxima: BlockMaxima | None = None,
     races: bool = False,
-) -> Unsearched:
+) -> SearchInputs:
     """Candidates if the mode has any, parameters, largest logits, and the thresholds that follow without a search."""
     # Narrowing to candidates runs many small kernels; the row's mass takes a pass over the logits. Both depend only on
     # the first pass, so they may overlap.
@@ -182,7 +182,7 @@ def candidates_and_thresholds(
     if not mode.capacity:
         keys, nan_bits, _ = block_maxima(schedule, logits, run)
         rows, row_max, known = run(threshold_without_candidates, keys, row_slots, **vocab, stream=stream)
-        return Unsearched(None, nan_bits, rows, row_max, known, None)
+        return SearchInputs(None, nan_bits, rows, row_max, known, None)
     blocks = _stored_maxima(schedule, logits, run) if maxima is None else maxima
 
     def beside() -> tuple[FlaggedRows, Tensor, Tensor | None]:
@@ -194,19 +194,19 @@ def candidates_and_thresholds(
     ordered, (flagged, row_mass, raced) = overlap(run, values_of(logits).device, *chains)
     rows, row_max, _ = flagged
     known = run(threshold_from_candidates, ordered, rows, row_mass, **vocab, base_is_row=mode.base_is_row)
-    return Unsearched(ordered, blocks.nan_bits, rows, row_max, known, raced)
+    return SearchInputs(ordered, blocks.nan_bits, rows, row_max, known, raced)
 
 
-def threshold_of(schedule: Schedule, logits: Tensor, unsearched: Unsearched, run: Run) -> Tensor:
+def threshold_of(schedule: Schedule, logits: Tensor, search_inputs: SearchInputs, run: Run) -> Tensor:
     """Packed key of the last token that top-k and top-p keep, int64 ``[R]``, searched where not known yet."""
-    mode, known = schedule.mode, unsearched.known
+    mode, known = schedule.mode, search_inputs.known
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     if schedule.skips_rows:
-        return run(search_threshold, logits, known, unsearched.row_max, unsearched.rows, **base)
+        return run(search_threshold, logits, known, search_inputs.row_max, search_inputs.rows, **base)
     if not any_row(run, known.is_open):
         return known.packed
     keys = run(order_keys, logits, vocab_size=mode.vocab_size)
-    return run(search_threshold_on_cpu, keys, known, unsearched.rows, **base)
+    return run(search_threshold_on_cpu, keys, known, search_inputs.rows, **base)
 
 
 def _weighed(

@@ -88,10 +88,10 @@ def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
     logits, rows, row_max, last = seen[race_maxima]
     if mode.searches:  # rows race before they are searched, if they are
         schedule = schedule_for(mode, logits.shape[0], logits.device)
-        unsearched = candidates_and_thresholds(
+        search_inputs = candidates_and_thresholds(
             schedule, logits, RowSlots(inputs.table, inputs.slots, inputs.positions), TARGET, call
         )
-        last = last_of(threshold_of(schedule, logits, unsearched, call), by_key=True)
+        last = last_of(threshold_of(schedule, logits, search_inputs, call), by_key=True)
     ids = torch.arange(mode.vocab_size, dtype=torch.int32)
     key = admitted_key(row_logits(logits, mode.vocab_size), ids, rows, row_max, last)
     return [row.nonzero().flatten().tolist() for row in key > MASKED_KEY]

@@ -8,7 +8,7 @@ The step is compiled and run on the GPU, or on the CPU in C++ where there is non
 of a kernel's arguments: each counts once, a gathered one in Triton at most once a load. Registers and spills are the
 binary's. Microseconds are those of a launch among many in a replayed CUDA graph, about one of them the node's; the L2
 holds what fits, so a kernel that reads less than 50 MB is faster than cold. "hand-written" is a stage of kernels that
-Inductor does not see: those of ``compiled_sampler/exact/triton``, on the CPU numpy's.
+Inductor does not see, in one line: those of ``compiled_sampler/exact/triton``, on the CPU numpy's.
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ def main() -> None:
         found = recorded(make(rows=row_class(arguments.rows, torch.device(device))), step)
     where = f"{arguments.generate or device}, torch {torch.__version__}"
     variant = f"{arguments.rule} of {arguments.width} drafts, {arguments.mode}" if verification else arguments.mode
-    title = f"{variant}, [{arguments.rows}, {arguments.vocab}] {arguments.dtype}, {where}"
+    title = (
+        f"{variant} of {REQUESTS[arguments.mode]!r}, [{arguments.rows}, {arguments.vocab}] {arguments.dtype}, {where}"
+    )
     Console(width=150).print(table_of(found, title))
     if arguments.json:
         kernels = [each._asdict() for each in found]

@@ -53,7 +53,7 @@ class Launch(NamedTuple):
     name: str
     kind: str
     """Of ``Kernel``; ``FALLBACK`` is an operator called as it is, ``HAND_WRITTEN`` a stage that Inductor does not
-    see."""
+    see, with as many launches as its tuning declares kernels."""
     launches: int = 1
     registers: int | None = None
     """A thread's; None without a compiled Triton kernel."""
@@ -121,7 +121,7 @@ class _Watch:
         result = self._stages(stage, *tensors, **static)
         if not modules:
             us = _launch_us(lambda: self._stages(stage, *tensors, **static)) if _on_gpu(tensors) else None
-            self.noted.append(Launch(self._stage, self._stage, HAND_WRITTEN, us=us))
+            self.noted.append(_hand_written(self._stage, us))
         called = Counter[str]()
         for module in modules:
             called |= fallbacks(_code(module))  # compiled for several layouts: the most that any calls
@@ -218,12 +218,18 @@ def listed(found: list[Generated]) -> list[Launch]:
     noted = []
     for stage, code in found:
         if code is None:
-            noted.append(Launch(stage, stage, HAND_WRITTEN))
+            noted.append(_hand_written(stage))
             continue
         kinds = {kernel.name: kernel.kind for kernel in kernels(code)}
         noted += [Launch(stage, name, kinds[name], count) for name, count in launches(code).items()]
         noted += [Launch(stage, name, FALLBACK, count) for name, count in fallbacks(code).items()]
     return _counted(noted)
+
+
+def _hand_written(stage: str, us: float | None = None) -> Launch:
+    """The kernels of a stage that Inductor does not see; ``us`` is that of all of them together."""
+    num_kernels = {function.__name__: tuned.num_kernels for function, tuned in tuning.TUNING.items()}.get(stage, 1)
+    return Launch(stage, stage, HAND_WRITTEN, num_kernels, us=us and us / num_kernels)
 
 
 def _counted(noted: list[Launch]) -> list[Launch]:

@@ -26,7 +26,7 @@ REQUESTS = {
     "top_k": SamplingParams(temperature=0.8, top_k=1000, seed=6),
     "full": SamplingParams(temperature=0.8, top_p=0.99, seed=5),
 }
-"""A request of each mode; the last one makes it search beyond the candidates."""
+"""A request of each mode; the top-p of the last one is so large that rows search beyond the candidates."""
 
 _SLOTS = 256
 

@@ -34,7 +34,7 @@ from compiled_sampler.exact.triton.records import (
     WINNER_KEY,
     kernel,
 )
-from compiled_sampler.exact.triton.winner import is_open, sample, sample_ids
+from compiled_sampler.exact.triton.winner import needs_search, sample, sample_ids
 
 _UNITS = tl.constexpr(2.0**29)  # of a sample's shares together: a sum of integers is one instruction a warp
 _MASS_UNIT = tl.constexpr(2.0**-MASS_BITS)  # of a mass is a share
@@ -238,7 +238,7 @@ def bracket_kernel(
     Flags:
         draws: 1 where winners are looked for: rows are not open where a part proves that top-p keeps their winner.
         FIRST_PASS: no pass over the row came before: every live row is open, and there is no top-p.
-        BASE_IS_ROW: top-p is measured on the whole row rather than on what top-k keeps.
+        BASE_IS_ROW: the base of top-p is the mass of the whole row rather than of what top-k keeps.
         SAMPLE, RUN: tokens of a sample, in runs of neighbours.
         STEPS, DEVIATIONS, PIVOTS: of the search in the sample, as ``_bracket``.
         FEW: tokens above a bracket that are listed too.
@@ -264,7 +264,7 @@ def bracket_kernel(
         winner = tl.max(tl.load(part_winners + index * num_parts + part, mask=part < num_parts, other=NO_WINNER))
         tl.store(found + index, winner)
         if searches:
-            searches = is_open(
+            searches = needs_search(
                 row, words, winner, _load_parameters(row_arrays, index), brackets + WINNER_KEY, vocab_size, SAMPLE,
                 RUN, MAX_SAMPLES, MASKED,
             )  # fmt: skip

@@ -178,7 +178,7 @@ def finish_kernel(
         ``(R,)``.
     Flags:
         draws: 1 where winners are looked for, 0 where thresholds are.
-        BASE_IS_ROW: top-p is measured on the whole row rather than on what top-k keeps.
+        BASE_IS_ROW: the base of top-p is the mass of the whole row rather than of what top-k keeps.
         LANES, DEPTH: threads, and tokens of the list's first tile that each keeps in registers.
         PIVOTS: tested a step.
         CAPACITY, STRIDE: entries of a list, and from list to list.

@@ -11,7 +11,8 @@ in this order:
 | ``search_threshold`` | bracket, measure, finish |
 
 - ``race_kernel`` lets rows race over all their tokens, in parts. Those that are sure to race do in ``race_rows``,
-  before their candidates are known, when it weighs every row.
+  before their candidates are known, when it weighs every row. In the operators that also search, rows with top_k up to
+  1,024 (``_LISTED_TOP_K``) skip it: the list will hold what they keep, and ``finish_kernel`` draws from the list.
 - ``bracket_kernel`` closes a row if a part of it proves that top-p keeps the winner (``winner.py``). For the others,
   and where a threshold is wanted, it brackets the key of each filter's last token by a sample.
 - ``measure_kernel`` reads the row once: the exact weight above either end of a bracket, and a list of what is inside,
@@ -55,7 +56,7 @@ _STEPS = 4  # of the search in the sample: each leaves about a fifth
 _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less misses more often
 _CAPACITY = LONGEST  # tokens of a list, or all of a row that has less
 _FEW = 2048  # tokens above a bracket that are listed too, about: the search grows by them, the race ends with them
-_RACED = 1024  # top-k above which a row races before it is searched: so few are always listed, as far as is likely
+_LISTED_TOP_K = 1024  # top-k up to which a row skips the race and is searched: so few tokens nearly always fit the list
 _RACING, _LEAST_PARTS, _MOST_PARTS = 24 * 132, 12, 256  # programs that race at once; parts of a row, one each
 _RACE_DEPTH, _RACE_LANES = 4, 32  # a tile of a race: one warp, for which a mask has a word, decides if it scores
 _MASS_DEPTH = 16  # the same where nothing is decided
@@ -95,7 +96,7 @@ class Filters(NamedTuple):
     top_ps: Tensor
     """float64."""
     base_is_row: bool
-    """Whether top-p is measured on the whole row."""
+    """Whether the base of top-p is the mass of the whole row."""
 
 
 class Race(NamedTuple):
@@ -153,7 +154,7 @@ def empty_parts(top_ks: Tensor, vocab_size: int, *, weighs: bool) -> tuple[Tenso
 def launch_race(
     rows: Rows,
     race: Race,
-    beyonds: Tensor,
+    races: Tensor,
     open_rows: Tensor,
     *,
     searched: bool,
@@ -161,7 +162,7 @@ def launch_race(
     founds: Tensor | None = None,
     part_masses: Tensor | None = None,
 ) -> None:
-    """Let the rows ``beyonds`` race that have not ``raced``; if they are ``searched``, not those with a small top-k."""
+    """Let rows race that ``races`` flags and that have not ``raced``; if ``searched``, not those with a small top-k."""
     # founds are tokens that winners may be worse than without being found; part_masses are measured.
     num_rows, num_parts = race.part_winners.shape
     is_second = raced is not None or founds is not None  # and what the first look leaves open is seldom much
@@ -173,12 +174,12 @@ def launch_race(
     _launch(
         race_kernel,
         (triton.cdiv(num_rows, group), num_parts),
-        _arguments(rows, race) | optional_or_unread | {"beyonds": beyonds, "open_rows": open_rows},
+        _arguments(rows, race) | optional_or_unread | {"races": races, "open_rows": open_rows},
         {
             "DEPTH": _RACE_DEPTH,
             "LANES": _RACE_LANES,
             "MASS_DEPTH": _MASS_DEPTH,
-            "LISTED_TOP_K": _RACED if searched else 0,
+            "LISTED_TOP_K": _LISTED_TOP_K if searched else 0,
         }
         | {"SOME_RACED": raced is not None, "SOME_FOUND": founds is not None, "WEIGHS": part_masses is not None}
         | {"GROUP": group},
@@ -240,7 +241,7 @@ def launch_finish(rows: Rows, filters: Filters, race: Race, search: Search, *, d
         (rows.logits.shape[0],),
         _arguments(rows, filters, race, search) | arguments,
         {"BASE_IS_ROW": filters.base_is_row, "LANES": 32 * _WARPS, "DEPTH": _RESIDENT, "PIVOTS": _PIVOTS}
-        | {**_list_size(rows), "MAX_PARTS": _MOST_PARTS, "LISTED_TOP_K": _RACED},
+        | {**_list_size(rows), "MAX_PARTS": _MOST_PARTS, "LISTED_TOP_K": _LISTED_TOP_K},
         num_warps=_WARPS,
     )
 
@@ -309,7 +310,9 @@ def search_threshold(
     """The threshold of every row, searching the open ones; arguments as ``threshold.search_threshold``."""
     rows = Rows(logits, row_max, scale, top_k, vocab_size)
     filters, search = Filters(is_open, row_mass, top_p, base_is_row), empty_search(top_k, vocab_size)
-    unread = search.brackets  # without a race
+    # draws=False: the kernels read nothing of a race. These tensors stand in for it by their dtypes alone, so that one
+    # compiled kernel serves draws too.
+    unread = search.brackets
     race = Race(unread, row_max, [unread] * 4, packed[:, None], 1)
     launch_bracket(rows, filters, race, search, packed, draws=False)
     launch_measure(rows, filters, search, draws=False)
@@ -322,7 +325,7 @@ def race_beyond_candidates(
     logits: Tensor,
     packed: Tensor,
     is_open: Tensor,
-    beyond: Tensor,
+    races: Tensor,
     row_mass: Tensor,
     row_max: Tensor,
     scale: Tensor,
@@ -342,7 +345,7 @@ def race_beyond_candidates(
     part_winners, tiles = empty_parts(top_k, vocab_size, weighs=True)  # the parts of race_rows, which raced before
     assert raced.shape == part_winners.shape
     race = Race(noise_mask, min_p_log2, keys, part_winners, tiles)
-    launch_race(rows, race, beyond, search.open_rows, searched=True, raced=raced)
+    launch_race(rows, race, races, search.open_rows, searched=True, raced=raced)
     launch_bracket(rows, filters, race, search, packed, draws=True)
     launch_measure(rows, filters, search, draws=True)
     launch_finish(rows, filters, race, search, draws=True)
@@ -365,10 +368,11 @@ def race_top_k(
     """The winner of every row and its ``nan_bits``, ``[R, 1]`` each; arguments as ``row_race.race_top_k``."""
     row_max, nan_bits = torch.empty_like(scale), torch.empty_like(noise_mask)
     rows = Rows(logits, row_max, scale, top_k, vocab_size, words)
-    filters = Filters(live, row_masses=top_k, top_ps=top_p, base_is_row=False)  # masses are not read
+    filters = Filters(live, row_masses=top_k, top_ps=top_p, base_is_row=False)  # masses are not read: any int64
     search = empty_search(top_k, vocab_size)
     race = Race(noise_mask, min_p_log2, keys, *empty_parts(top_k, vocab_size, weighs=False))
-    launch_bracket(rows, filters, race, search, top_k, draws=True, nan_bits=nan_bits)
+    packed = top_k  # not read in a first pass: any int64
+    launch_bracket(rows, filters, race, search, packed, draws=True, nan_bits=nan_bits)
     launch_measure(rows, filters, search, draws=True, nan_bits=nan_bits)
     launch_race(rows, race, live, search.open_rows, searched=True)
     launch_finish(rows, filters, race, search, draws=True)
@@ -378,7 +382,7 @@ def race_top_k(
 @triton_op("compiled_sampler::race_rows", mutates_args=())
 def race_rows(
     logits: Tensor,
-    beyond: Tensor,
+    races: Tensor,
     row_max: Tensor,
     scale: Tensor,
     top_k: Tensor,
@@ -400,5 +404,5 @@ def race_rows(
         torch.empty_like(noise_mask),
     )
     part_masses = masses if weighs else None
-    launch_race(rows, race, beyond, open_rows, searched=False, founds=found, part_masses=part_masses)
+    launch_race(rows, race, races, open_rows, searched=False, founds=found, part_masses=part_masses)
     return race.part_winners, masses

@@ -205,9 +205,9 @@ def _mass_of_part(
 
 
 @triton.jit
-def _races(known, beyond, top_k, vocab_size, LISTED_TOP_K: tl.constexpr):
+def _races_here(known, races, top_k, vocab_size, LISTED_TOP_K: tl.constexpr):
     """Whether rows race that may have a winner already, of an earlier race."""
-    return (known == NO_WINNER) & beyond & races_over_row(top_k, vocab_size, LISTED_TOP_K)
+    return (known == NO_WINNER) & races & races_over_row(top_k, vocab_size, LISTED_TOP_K)
 
 
 @triton.jit
@@ -231,16 +231,16 @@ def _race_row(
     """``race_kernel`` for a row."""
     part_winners, part_masses = results
     raced, founds = earlier
-    beyonds, top_ks, scoring_arrays = rows
+    races, top_ks, scoring_arrays = rows
     place = index * tl.num_programs(1) + part
     known = tl.full((), NO_WINNER, tl.int64)
     if SOME_RACED:
         known = tl.load(raced + place)
-    races = _races(known, tl.load(beyonds + index), tl.load(top_ks + index), vocab_size, LISTED_TOP_K)
+    races_here = _races_here(known, tl.load(races + index), tl.load(top_ks + index), vocab_size, LISTED_TOP_K)
     row, start = logits + index.to(tl.int64) * row_stride, part * tiles * (DEPTH * LANES)
     words, word_stride = masks
     words += index.to(tl.int64) * word_stride
-    if races:
+    if races_here:
         reached = tl.full((), MASKED_KEY, tl.int32)
         if SOME_FOUND:
             reached = tl.maximum(packed_key(tl.load(founds + index)), LOWEST_KEY) - 1
@@ -261,7 +261,7 @@ def _race_row(
 
 @kernel
 def race_kernel(
-    logits, row_stride, beyonds, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
+    logits, row_stride, races, row_maxima, scales, top_ks, noise_masks, min_ps, firsts, seconds, thirds, fourths,
     raced, founds, words, word_stride, part_winners, part_masses, open_rows, num_rows, vocab_size, tiles,
     DEPTH: tl.constexpr, LANES: tl.constexpr, MASS_DEPTH: tl.constexpr, LISTED_TOP_K: tl.constexpr,
     SOME_RACED: tl.constexpr, SOME_FOUND: tl.constexpr, WEIGHS: tl.constexpr, MASKED: tl.constexpr,
@@ -270,7 +270,7 @@ def race_kernel(
     """The best packed (score key, id) that min_p keeps, or ``NO_WINNER``, of a part of each of ``GROUP`` rows.
 
     Reads:
-        logits ``[R, >=V]``, ``row_stride`` numbers a row; each row's beyonds (bool, whether it races if its top-k is
+        logits ``[R, >=V]``, ``row_stride`` numbers a row; each row's races (bool, whether it races if its top-k is
         above LISTED_TOP_K), row_maxima, scales, top_ks, noise_masks, min_ps, and noise keys firsts to fourths ``[R]``.
         raced: int64 ``[R, parts]``, winners of an earlier race or ``NO_WINNER``, with SOME_RACED.
         founds: int64 ``[R]``, packed (score key, id) of a token of each row, with SOME_FOUND.
@@ -293,7 +293,7 @@ def race_kernel(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     scoring_arrays = (row_maxima, min_ps, scales, noise_masks, (firsts, seconds, thirds, fourths))
-    row_arrays = (beyonds, top_ks, scoring_arrays)
+    row_arrays = (races, top_ks, scoring_arrays)
     first, part = tl.program_id(0) * GROUP, tl.program_id(1)
     if first + part == 0:
         tl.store(open_rows, 0)
@@ -304,10 +304,10 @@ def race_kernel(
         known = tl.full((GROUP,), NO_WINNER, tl.int64)
         if SOME_RACED:
             known = tl.load(raced + places, inside)
-        beyond = tl.load(beyonds + rows, inside, 0) != 0
-        races = inside & _races(known, beyond, tl.load(top_ks + rows, inside, 0), vocab_size, LISTED_TOP_K)
+        may_race, top_k = tl.load(races + rows, inside, 0) != 0, tl.load(top_ks + rows, inside, 0)
+        races_here = inside & _races_here(known, may_race, top_k, vocab_size, LISTED_TOP_K)
         tl.store(part_winners + places, known, inside)
-        works = tl.max(races.to(tl.int32), 0) > 0
+        works = tl.max(races_here.to(tl.int32), 0) > 0
     if works:
         for place in range(GROUP):
             index = first + place

@@ -30,7 +30,7 @@ BRACKET_FIELDS = tl.constexpr(8)
 # WEIGHT_WITH from TOP_K_TOKENS or TOP_P_MASS.
 WEIGHT_ABOVE, WEIGHT_WITH = tl.constexpr(0), tl.constexpr(1)
 TOP_K_TOKENS = tl.constexpr(0)
-TOP_K_MASS_ABOVE = tl.constexpr(2)  # above top-k's bracket, where top-p is measured on what top-k keeps
+TOP_K_MASS_ABOVE = tl.constexpr(2)  # above top-k's bracket, where the base of top-p is not the row
 TOP_P_MASS = tl.constexpr(3)
 LIST_SIZE = tl.constexpr(5)  # tokens listed, also those for which there was no room
 # Of the tokens with smaller logits than the winner of the race. Without the winner and its ties it is at most the mass

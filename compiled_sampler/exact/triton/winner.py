@@ -1,8 +1,9 @@
 """Whether a row's filters keep the winner of its race, and who wins if they do not, on CUDA.
 
-Top-p keeps a token if the mass before it is below the cut, that is, if from it on the row weighs more than the mass
-less the cut. Part of the row may show as much before any search, if the winner is not among the last that are kept. The
-weights are the exact integers, so what is shown is true; if nothing is, all of the row is measured.
+Top-p keeps a token if ``mass_before < cut``. Let ``mass_from`` be the mass of the token and of all after it in the
+order: ``mass_before + mass_from == row_mass``, so top-p keeps the token if ``mass_from > row_mass - cut``. Samples of
+the row that hold so much mass from the winner on prove that the winner is kept, without a search. Masses are exact
+integers, so a proof holds; without one, all of the row is measured.
 
 Once brackets are measured, the best winner that is left is kept or it is not. If it is not, neither is anything behind
 it, so its part of the row races again, among the tokens before it. Few parts do: of the tokens with better scores than
@@ -82,7 +83,7 @@ def _is_shown_to_be_kept(
 
 
 @triton.jit
-def is_open(
+def needs_search(
     row, words, winner, parameters, place, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr,
     MAX_SAMPLES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip

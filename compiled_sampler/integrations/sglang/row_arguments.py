@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from compiled_sampler.integrations.narrow_modes import narrow_mode
+from compiled_sampler.modes import narrow_mode
 
 LEAST_TEMPERATURE = float(np.nextafter(np.float32(1e-5), np.float32(1)))
 MOST_TEMPERATURE = float(np.nextafter(np.float32(1e30), np.float32(1)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_sampler import functional
 from compiled_sampler.integrations.engine_interface import Interface
-from compiled_sampler.integrations.narrow_modes import narrow_mode
+from compiled_sampler.modes import narrow_mode
 
 SAMPLER = "vllm.v1.worker.gpu.sample.sampler:Sampler"
 VERIFIER = "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler"

@@ -23,7 +23,7 @@ from compiled_sampler.exact.row_race import (
     race_rows,
     recheck_winners,
 )
-from compiled_sampler.exact.threshold import Threshold, measured_on_row, search_threshold_on_cpu
+from compiled_sampler.exact.threshold import Threshold, base_is_row_mask, search_threshold_on_cpu
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
@@ -181,7 +181,7 @@ def test_rows_that_drop_their_winner_are_searched_and_hardly_others(vocab_size, 
     )
     drops &= winners >= 0
     raced = known.is_open & (winners >= 0)
-    decided = measured_on_row(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base == "all")
+    decided = base_is_row_mask(rows.top_k, rows.top_p, vocab_size=vocab_size, base_is_row=base == "all")
     assert not (found.is_open & ~known.is_open).any()
     assert found.is_open[raced & drops].all()
     assert not found.is_open[raced & decided & ~drops].any()

@@ -57,7 +57,7 @@ def thresholds(
     flagged, row_mass = flagged_rows(logits, blocks, row_slots)
     static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
     known = threshold_from_candidates(ordered, flagged.rows, row_mass, **static)
-    assert not (flagged.exceeds_candidates & ~known.beyond_candidates).any()
+    assert not (flagged.races & ~known.beyond_candidates).any()
     return search_threshold(logits, known, flagged.row_max, flagged.rows, **static), known.is_open, flagged.rows
 
 
@@ -133,7 +133,7 @@ def test_padding_rows_are_never_searched(generator):
     flagged, row_mass = flagged_rows(logits, blocks, row_slots)
     ordered = ordered_candidates(schedule_for(full_mode(20_000), 2, logits.device), logits, blocks)
     known = threshold_from_candidates(ordered, flagged.rows, row_mass, vocab_size=20_000, base_is_row=False)
-    assert known.is_open.tolist() == flagged.exceeds_candidates.tolist() == [False, True]
+    assert known.is_open.tolist() == flagged.races.tolist() == [False, True]
 
 
 def test_rows_that_are_sure_to_outgrow_their_candidates_are_flat_and_filtered_by_top_p_alone(generator):
@@ -146,7 +146,7 @@ def test_rows_that_are_sure_to_outgrow_their_candidates_are_flat_and_filtered_by
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
     blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
     flagged, _ = flagged_rows(logits, blocks, row_slots)
-    assert flagged.exceeds_candidates.tolist() == [True, True, False, False, False, False, True, False, False, False]
+    assert flagged.races.tolist() == [True, True, False, False, False, False, True, False, False, False]
 
 
 @pytest.mark.parametrize("block", [1, 64, 1000, 8192])

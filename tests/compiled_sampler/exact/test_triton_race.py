@@ -166,7 +166,7 @@ MASK_LAUNCHES: dict[str, dict[str, float]] = {
     "as always": {},
     "small samples": {"_SAMPLE": SAMPLE, "_FEW": 16},
     "short lists, brackets that miss": {"_SAMPLE": SAMPLE, "_CAPACITY": 16, "_DEVIATIONS": -9.0},
-    "every row races first": {"_RACED": 0, "_FEW": -1},
+    "every row races first": {"_LISTED_TOP_K": 0, "_FEW": -1},
 }
 COMPARED = {"brackets": (0, 1, 4, 5), "sums": (0, 1, 5)}
 """Fields of a search that mode ``top_k`` writes for every row that it searches."""

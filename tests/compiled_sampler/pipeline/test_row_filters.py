@@ -9,10 +9,7 @@ import torch
 
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import order_key
-from compiled_sampler.edits.min_k import MinK
-from compiled_sampler.edits.p_less import PLess
-from compiled_sampler.edits.top_n_sigma import TopNSigma
-from compiled_sampler.edits.typical_p import TypicalP
+from compiled_sampler.edits.row_filters import MinK, PLess, TopNSigma, TypicalP
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import mode_table
 from compiled_sampler.passes.cliff import cliff_logit, descending, first_steepest

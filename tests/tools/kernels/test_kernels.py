@@ -310,4 +310,10 @@ def test_without_a_gpu_the_tool_lists_a_gpus_stages(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     stages = [line.split()[1] for line in lines if line.startswith("│") and line.split()[1] != "│"]
     assert stages == ["gather_rows", "race_top_k", "draw_from_winners", "all"]
-    assert [line.split()[1] for line in lines if "hand-written" in line] == ["race_top_k"]
+    (hand_written,) = (line for line in lines if "hand-written" in line)
+    assert hand_written.split()[1] == "race_top_k"
+    launches = {
+        line.split()[1]: int(line.split("│")[4]) for line in lines if line.startswith("│") and line.split()[1] != "│"
+    }
+    assert launches == {"gather_rows": 1, "race_top_k": 4, "draw_from_winners": 1, "all": 6}
+    assert "top_k=1000" in " ".join(lines)

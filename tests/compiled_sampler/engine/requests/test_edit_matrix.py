@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.edits import EDIT_SPECS
+from compiled_sampler.edits import EDIT_SPECS, PARAMETERS
 from compiled_sampler.modes import TOP_P_BASES
 from tests.builders import custom_edits
 from tests.builders.custom_edits import Text, custom_sampler, edited_before, random_inputs, row_of
@@ -31,7 +31,7 @@ LAWS = ({"temperature": 0.9, "top_k": 50, "top_p": 0.9}, {"temperature": 1.4, "t
 """Of requests in turn."""
 LAWS_MODE = "top_k_top_p[64]"
 """Their mode, unless "full" is forced."""
-PROMPT, OUTPUT = [3, 10, 4, 4], [3, 10, 4, 4]
+PROMPT, OUTPUT = [12, 10, 4, 4], [3, 10, 4, 4]
 HOT = (1, 3, 4, 8, 10, 12, 14, 100)
 """Tokens that are drawn often, of the history and of the lists below."""
 
@@ -40,26 +40,31 @@ EDITS: dict[str, dict[str, Any]] = {
     "logit_bias": OF_EDIT["logit_bias"],
     "min_tokens": {"min_tokens": 6, "stop_token_ids": tuple(range(0, 64, 2))},
     "repetition_penalty": {"repetition_penalty": 7.0},
+    "repetition_scope": {"repetition_penalty": 7.0, "repetition_scope": "output"},
     "frequency_penalty": {"frequency_penalty": 2.0},
     "presence_penalty": {"presence_penalty": 2.0},
     "dry": OF_EDIT["dry"],
+    "dry_base": {"dry_multiplier": 2.0, "dry_allowed_length": 1, "dry_base": 1.2},
+    "dry_range": {"dry_multiplier": 10.0, "dry_allowed_length": 1, "dry_range": 5},
+    "dry_sequence_breakers": {"dry_multiplier": 10.0, "dry_allowed_length": 1, "dry_sequence_breakers": (10,)},
     "bad_words": OF_EDIT["bad_words"],
+    "bad_words_scope": {"bad_words_token_ids": ((3,), (10, 4, 4, 3, 10, 4, 4, 8), (4, 4, 4)), "bad_words_scope": "all"},
     "stops": {"stop_token_ids": HOT[:6], "eos_token_id": 14},
+    "ignore_eos": {"stop_token_ids": (3, 100), "eos_token_id": 4, "ignore_eos": True},
     "watermark": {"watermark_tokens": 2},
     **{name: OF_EDIT[name] for name in FILTERS},
     "typical_p": {"typical_p": 0.3},
     **{name: {"extra_args": {name: custom_edits.OF_EDIT[name]}} for name in custom_edits.EDITS},
     "token_bitmask": {},
 }
-"""Parameters that need one edit each; of the last one the mask comes with the call."""
+"""Parameters that need one edit each, and every parameter; of the last one the mask comes with the call."""
 CALLS = ("probs", "sample", "draft", "uncoupled draft", "match", "rejection of logits", "block", "block of logits")
 OF_LOGITS = tuple(call for call in CALLS if call.endswith("of logits"))
 REFUSED = {("watermark", call): "watermark_tokens must be verified by verify" for call in CALLS[5:]}
 UNCHANGED = {
     ("watermark", "probs"),
     ("watermark", "uncoupled draft"),
-    ("stops", "probs"),
-    *(("stops", call) for call in CALLS[2:4]),
+    *((edit, call) for edit in ("stops", "ignore_eos") for call in ("probs", *CALLS[2:4])),
 }
 """What an edit has no part in: noise is not that of the position in a draft of its own noise, and no part of a law; and
 drafts and laws end no request."""
@@ -273,6 +278,12 @@ def test_an_edit_acts_in_every_call_or_is_refused(edit, backend, dtype, base, mo
 def test_every_edit_of_a_request_is_in_the_matrix():
     tested = {name for given in EDITS.values() for name in SamplingParams(**given).edits}
     assert {spec.name for spec in EDIT_SPECS if spec.parameters} <= tested
+
+
+def test_every_parameter_of_an_edit_is_in_the_matrix_with_another_value_than_its_default():
+    default = SamplingParams()
+    tested = {name for given in EDITS.values() for name, value in given.items() if value != getattr(default, name)}
+    assert set(PARAMETERS) <= tested
 
 
 def test_the_cells_differ():
