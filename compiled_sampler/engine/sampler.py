@@ -32,7 +32,7 @@ from compiled_sampler.engine.requests.edit_layout import checked_sizes
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_runner import ResolvedStep, SamplerStatistics, StepRunner
+from compiled_sampler.engine.step_runner import SamplerStatistics, StepRun, StepRunner
 from compiled_sampler.engine.verification import Verifier, VerifyCall
 from compiled_sampler.logit_edit import LogitEdit
 from compiled_sampler.logprobs import Logprobs
@@ -189,14 +189,15 @@ class Sampler(RequestHolder):
             check_logits(logits, rows, self._logits)
             check_consumes(consume_logits, logits, *edit_tensors.values(), *self._custom.states.every)
 
-        def resolve() -> ResolvedStep:
+        def resolve() -> StepRun:  # only for the first call of its kind: ``Calls`` knows the run of the others
             self._check_sample(plan, tensors, out, edits, logprobs)
             step = Step("sample", plan.mode, edits=edits, logprobs=logprobs)
             return self._runner.resolve(step, plan, tensors, out)
 
         key = "sample", plan.mode.name, rows, plan.num_drafts is None, plan.replaced, edits, logprobs
         read = (*tensors.values(), *plan.slot_buffers)
-        drawn: SampleOutputs = self._calls.step(key, read, out, resolve, is_captured)(plan, tensors, out)
+        run = self._calls.run_for(key, read, out, resolve, is_captured)
+        drawn: SampleOutputs = run(plan, tensors, out)
         return drawn
 
     def _edits_of(
@@ -275,7 +276,7 @@ class Sampler(RequestHolder):
         if not coupled:
             tensors["offsets"] = self._offsets_of(offset, count)
 
-        def resolve() -> ResolvedStep:
+        def resolve() -> StepRun:
             check_logits(tensors["logits"], count, self._logits, "draft_logits")
             check_positions(positions, count, self.device)
             self._custom.check_given(plan.edits, edit_tensors, count, self.device)
@@ -283,9 +284,9 @@ class Sampler(RequestHolder):
             return self._runner.resolve(step, plan, tensors, None)
 
         key = "draft", plan.mode.name, count, plan.num_drafts is None, plan.replaced, coupled, edits
-        step = self._calls.step(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
+        run = self._calls.run_for(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
         number = 0 if coupled or self._draft_cache is None else self._draft_cache.claim(plan, offset)
-        drawn: SampleOutputs = step(plan, tensors, None)
+        drawn: SampleOutputs = run(plan, tensors, None)
         is_held = not coupled and not number
         law = draft_logits[:, : self.vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)

@@ -22,7 +22,7 @@ from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.requests.uploads import StagedTable
 from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_call import StepCall
+from compiled_sampler.engine.step_executor import StepExecutor
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.lowering.comparison import hard_rows
 from compiled_sampler.lowering.compiled_stages import CompiledStages, LoweringStatus, Progress
@@ -61,8 +61,8 @@ OUTPUTS: dict[str, Any] = {
 }
 """What each kind of step returns."""
 _MOST_CHOSEN = 256  # kinds of calls whose step is known; those with logprobs of given ids are as many as their ids
-ResolvedStep = Callable[..., Any]
-"""``step(plan, tensors, out)``: the results of a step on the way that ``StepRunner.resolve`` chose."""
+StepRun = Callable[..., Any]
+"""``run(plan, tensors, out)``: the results of a step on the way that ``StepRunner.resolve`` chose."""
 
 
 class StepRunner:
@@ -102,7 +102,7 @@ class StepRunner:
         self._registered: dict[str, Step] = {}
         self._chosen: dict[Any, Step] = {}  # of 75 registered steps a choice takes 50 us, of a verification 320
         self._staged = staged
-        self._call = StepCall(backend == "reference", staged, self._stages, drafts, edits, logprobs, modes)
+        self._executor = StepExecutor(backend == "reference", staged, self._stages, drafts, edits, logprobs, modes)
         for mode in modes:
             self._register(Step("sample", mode))
 
@@ -110,7 +110,7 @@ class StepRunner:
         """The results of a step, in ``out`` if given; arguments as ``resolve``."""
         return self.resolve(step, plan, tensors, out)(plan, tensors, out)
 
-    def resolve(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> ResolvedStep:
+    def resolve(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> StepRun:
         """A function of a plan, tensors and ``out`` that runs a step.
 
         It serves other plans of the same shape, and tensors of the same layouts and addresses, until ``generation``
@@ -168,7 +168,7 @@ class StepRunner:
 
     def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         self._staged.mirror.upload()
-        result = self._call(step, **{**plan.inputs(step.reads_counts, on_host=False), **tensors})
+        result = self._executor(step, **{**plan.inputs(step.reads_counts, on_host=False), **tensors})
         return result if out is None else copied(result, out)
 
     def register(
@@ -232,16 +232,16 @@ class StepRunner:
             report(done, total + len(runs), label)
 
         layouts = {name: spec for step in steps for name, spec in self._inputs(step).items()}
-        what = _described(runs, layouts, bound, self._call.table_sizes)
+        what = _described(runs, layouts, bound, self._executor.table_sizes)
         if lists := not (stages.compares or stages.are_on_disk(self._device, *what)):
             unread = None if bound is None else TensorSpec.of(bound).empty()  # what listed edits write is wrong
             with stages.precompiling(self._device, compiled, *what, runs=len(runs)):
                 for step, sample in runs:
-                    self._call(step, **self._padding(step, sample, unread))
+                    self._executor(step, **self._padding(step, sample, unread))
         with stages.taking_every_chain(not lists):
             for done, (step, sample) in enumerate(runs, start=before + 1):
                 tensors = self._padding(step, sample, bound)
-                self._call(step, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
+                self._executor(step, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
                 report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
     def bind(self, inputs: Mapping[str, Tensor], out: Any) -> None:
@@ -306,7 +306,7 @@ class StepRunner:
         peers = [known for known in self._registered.values() if (known.kind, known.width) == (step.kind, step.width)]
         covers = [peer.name for peer in peers if step.covers(peer)]
         called = self._call_buffers if step.logprobs is None else self._call_flat
-        self._call.table_of(step)  # before any capture
+        self._executor.table_of(step)  # before any capture
         self._cache.register(step.name, partial(called, step), inputs, covers=covers, most_copied=step.most_copied)
         self._registered[step.name] = step
 
@@ -316,7 +316,7 @@ class StepRunner:
         return {**step.inputs(self._dtype), **self.custom.buffers(of_edits, step.width + 1)}
 
     def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
-        return self._call(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
+        return self._executor(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
 
     def _call_flat(self, step: Step, **tensors: Tensor) -> Any:
         return flat(self._call_buffers(step, **tensors))

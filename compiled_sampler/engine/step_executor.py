@@ -40,8 +40,8 @@ Inputs = TypeVar("Inputs", bound=SampleInputs | VerifyInputs)
 _INTEGERS = ("slots", "positions", "num_drafts", "draft_token_ids")  # of a step, which may be int32 or int64
 
 
-class StepCall:
-    """Calls steps on tensors, eager or compiled, also while a graph is captured.
+class StepExecutor:
+    """Executes steps on tensors, eager or compiled, also while a graph is captured.
 
     Args:
         is_definition: whether steps run by their definition, the backend "reference".
