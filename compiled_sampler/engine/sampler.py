@@ -121,10 +121,9 @@ class Sampler(RequestHolder):
         ways = settings.checked_verifications(verifications)
         width = settings.checked_cache_len(draft_cache_len, ways)
         self._draft_cache = DraftCache(most, width, *self._logits) if width else None
-        staged = self._requests.staged
-        tables = LogprobTables(staged.processed_scale)
+        tables = LogprobTables(self._requests.staged.processed_scale)
         self._runner = StepRunner(
-            self.backend, modes, staged, logits_dtype, sizes, most, self._draft_cache, slots, tables
+            self.backend, modes, self._requests, logits_dtype, sizes, most, self._draft_cache, slots, tables
         )
         logprobs = settings.checked_logprobs(captured_logprobs, self.vocab_size)
         edit_sets = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
@@ -236,7 +235,7 @@ class Sampler(RequestHolder):
         check_has_boundary(edits, logprobs)
         if out is not None:
             read = (*tensors.values(), *plan.device_tensors, *self._custom.states.every)
-            check_outputs(out, SampleOutputs, rows, 0, self.device, read, stops=bool(edits), logprobs=logprobs)
+            check_outputs(out, SampleOutputs, rows, 0, self.device, read, has_edits=bool(edits), logprobs=logprobs)
 
     def draft(
         self,

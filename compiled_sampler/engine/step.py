@@ -119,7 +119,7 @@ class Step:
         is_alike = ways[0] == ways[1] and (self.edits, self.logprobs) == (other.edits, other.logprobs)
         return is_alike and includes(self.mode, other.mode)
 
-    def serves(self, other: Step, with_call: Sequence[str] = ()) -> bool:
+    def can_replace(self, other: Step, with_call: Sequence[str] = ()) -> bool:
         """Whether it is another step, or has edits more, which leave the rows of such a batch as they are.
 
         A mask comes with the call, and so does the leave to write its logits: both steps have it, or neither. Both

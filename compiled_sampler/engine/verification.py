@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_sampler.batch import VerifyOutputs
 from compiled_sampler.edit_names import Leave
 from compiled_sampler.engine.boundary.arguments import check_logprobs
-from compiled_sampler.engine.boundary.outputs import check_outputs, copied
+from compiled_sampler.engine.boundary.outputs import check_outputs
 from compiled_sampler.engine.boundary.tensors import (
     RowFormat,
     check_consumes,
@@ -41,7 +41,7 @@ from compiled_sampler.engine.plan import (
     check_keeps_watermark,
 )
 from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_runner import StepRun, StepRunner
+from compiled_sampler.engine.step_runner import StepRun, StepRunner, copied
 from compiled_sampler.logprobs import Logprobs, mapped
 from compiled_sampler.modes import Mode, check_rule
 from compiled_sampler.speculation.row_layout import padded
@@ -139,8 +139,8 @@ class Verifier:
         if out is not None:
             tensors = (call.target, call.token_ids, call.positions, *proposals.tensors, *call.edit_tensors.values())
             read, sizes = (*tensors, *plan.device_tensors, *custom.states.every), (count, call.width(plan) + 1)
-            has_stops = bool(call.edits)
-            check_outputs(out, VerifyOutputs, *sizes, device, read, stops=has_stops, logprobs=call.logprobs)
+            has_edits = bool(call.edits)
+            check_outputs(out, VerifyOutputs, *sizes, device, read, has_edits=has_edits, logprobs=call.logprobs)
 
     def _resolve(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> StepRun:
         """The narrowest registered step that is wide enough, for arguments like these, which are checked."""
