@@ -61,7 +61,7 @@ class InputBuffer:
         Args:
             source: ``[>= rows, >= tail...]``; this buffer itself is not copied; None stands for the fill in every row.
             rows: rows of the batch R.
-            bucket: rows B that the variant reads.
+            bucket: rows P that the variant reads.
             targets: list to which the destination of the copy is appended.
             sources: list to which its source of the same shape is appended.
         """

@@ -24,7 +24,7 @@ class CaptureError(RuntimeError):
 
     Attributes:
         name: the registered callable.
-        bucket: the rows B it was to be captured with.
+        bucket: the rows P it was to be captured with.
     """
 
     def __init__(self, name: str, bucket: int, cause: Exception) -> None:
@@ -40,7 +40,7 @@ class CaptureError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A captured graph with its static tensors: it reads ``[B, *T]`` inputs and writes B rows of its outputs.
+    """A captured graph with its static tensors: it reads ``[P, *T]`` inputs and writes P rows of its outputs.
 
     Attributes:
         key: callable, bucket and bindings.
@@ -63,7 +63,7 @@ class Variant:
 
         Args:
             tensors: ``[>= rows, >= tail...]`` each; a missing owned input is filled with its fill.
-            rows: rows of the batch R, at most B.
+            rows: rows of the batch R, at most P.
             out: ``[rows, *T]`` a field, checked, or None for new tensors.
 
         Returns:
