@@ -2,6 +2,9 @@
 
 A filter of whole rows declares itself here too; its stages stand in ``passes`` and are called by
 ``pipeline/row_filters.py``, as they read rows in blocks.
+
+What they share, from the bottom up: ``checks`` of parameters and ``edit_spec``, which their files import; the list of
+declarations here; their ``names``; the ``tables`` that steps read.
 """
 
 from compiled_sampler.edits.allowed_token_ids import ALLOWED_TOKEN_IDS

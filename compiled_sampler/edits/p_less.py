@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.edit_params import checked_flag
+from compiled_sampler.edits.checks import checked_flag
 from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import EDITS, READ_POSITIONS, ROW_FILTERS, reading
+from compiled_sampler.edits.names import EDITS, READ_POSITIONS, ROW_FILTERS, reading
 from compiled_sampler.engine.boundary.arguments import numbers_of
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_tensor
 from compiled_sampler.engine.requests.slots import SlotState
@@ -89,7 +89,7 @@ class Plan:
     origin: PlanOrigin
     """The sampler and the requests that the plan was made for."""
     edits: tuple[str, ...] = ()
-    """The names of the edits that its steps serve, of ``edit_names.EDITS`` and those that the user wrote."""
+    """The names of the edits that its steps serve, of ``edits.names.EDITS`` and those that the user wrote."""
     inexact: tuple[str, ...] = ()
     """Those of them that do not promise equal bits on every path (``LogitEdit.bit_exact``)."""
     slot_ids: Tensor = _UPLOADED_SLOTS

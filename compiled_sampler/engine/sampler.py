@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
-from compiled_sampler.edit_names import CONSUMES, MASK, RESTORES, Leave, without_vain_leave
 from compiled_sampler.edits.edit_spec import EditSizes
+from compiled_sampler.edits.names import CONSUMES, MASK, RESTORES, Leave, without_vain_leave
 from compiled_sampler.engine.boundary import arguments, settings
 from compiled_sampler.engine.boundary.edits import checked_custom_edits
 from compiled_sampler.engine.boundary.outputs import check_outputs
@@ -68,7 +68,7 @@ class Sampler(RequestHolder):
             for penalties and bad words; 0 for none.
         edit_sizes: entries that biases, stop tokens and bad words of a request may have; None for ``EditSizes()``.
         captured_edits: the edits of batches that ``warmup`` prepares every step for, each as names of
-            ``edit_names.EDITS``. A batch takes the captured step with the fewest edits that has all of its own, and a
+            ``edits.names.EDITS``. A batch takes the captured step with the fewest edits that has all of its own, and a
             mask and leave to write logits exactly if it has them; others run compiled, but not captured.
         captured_logprobs: what calls ask for that ``warmup`` prepares ``sample`` and ``verify`` for, with each of
             ``captured_edits`` and without. Calls that ask for anything else run compiled, but not captured.

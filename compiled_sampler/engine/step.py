@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from compiled_sampler.edit_names import GIVEN, LEAVES, MASK, reading, without_vain_leave
+from compiled_sampler.edits.names import GIVEN, LEAVES, MASK, reading, without_vain_leave
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, includes
 from graph_cache import BufferSpec

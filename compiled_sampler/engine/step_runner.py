@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs, tensors_of
-from compiled_sampler.edit_names import GIVEN, LEAVES, MASK
+from compiled_sampler.edits.names import GIVEN, LEAVES, MASK
 from compiled_sampler.engine.boundary.arguments import check_modes, check_not_capturing
 from compiled_sampler.engine.boundary.outputs import Results, check_bound_out, empty_outputs, has_form
 from compiled_sampler.engine.drafts import DraftCache

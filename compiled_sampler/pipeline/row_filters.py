@@ -13,9 +13,9 @@ from torch import Tensor
 
 from compiled_sampler.core.rows import RowSlots, with_scale
 from compiled_sampler.core.stage import Run
-from compiled_sampler.edit_tables import RowFilters
 from compiled_sampler.edits.min_k import MinK
 from compiled_sampler.edits.p_less import PLess
+from compiled_sampler.edits.tables import RowFilters
 from compiled_sampler.edits.top_n_sigma import TopNSigma
 from compiled_sampler.edits.typical_p import TypicalP
 from compiled_sampler.edits.xtc import Xtc

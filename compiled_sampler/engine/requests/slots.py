@@ -20,7 +20,7 @@ import torch
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.arithmetic import LOG2_E, log2_of_number
-from compiled_sampler.edit_names import EDITS, LEAVES, MASK
+from compiled_sampler.edits.names import EDITS, LEAVES, MASK
 from compiled_sampler.engine.boundary.arguments import FEW, numbers_of, packer
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.uploads import StagedTable
