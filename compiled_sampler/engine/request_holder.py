@@ -150,6 +150,9 @@ class RequestHolder:
     def remove_request(self, slot: int) -> None:
         """Free a slot; plans that name it are refused from now on.
 
+        A step of the request may still be in flight: this writes on the host alone, and the next request's numbers reach
+        the slot on the current stream, after that step where the streams are the same.
+
         Raises:
             TypeError: the slot is no int.
             ValueError: no request holds the slot.
