@@ -150,7 +150,7 @@ class RequestHolder:
     def remove_request(self, slot: int) -> None:
         """Free a slot; plans that name it are refused from now on.
 
-        A step of the request may still be in flight: this writes on the host alone, and the next request's numbers reach
+        A step of the request may still be in flight: this writes on the host alone. The next request's numbers reach
         the slot on the current stream, after that step where the streams are the same.
 
         Raises:
