@@ -149,7 +149,8 @@ class StageTuning:
     ahead_rows: int = NEVER
     """Rows up to which inputs of one dimension are read before the kernel before has ended, which must not write them.
 
-    Two reads that follow from each other take 0.15 to 0.4 us otherwise; ``rows_of_blocks`` of several rows loses by it."""
+    Two reads that follow from each other take 0.15 to 0.4 us otherwise. ``rows_of_blocks`` of several rows loses by it.
+    """
     shared_by_row_classes: bool = False
     """Whether kernels for few rows are as good for many on a GPU: compiled once instead of twice."""
     same_by_row_classes: bool = False
