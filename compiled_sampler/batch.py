@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_tables import EditInputs, NoiseInputs
 from compiled_sampler.edits.min_tokens import StopLists
+from compiled_sampler.edits.tables import EditInputs, NoiseInputs
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs
 
 

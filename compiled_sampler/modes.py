@@ -36,6 +36,7 @@ MAX_VOCAB_SIZE = 2**22 - 1
 """Largest V, so that the sum of a row's weights fits into an int64."""
 
 MOST_DRAFTS = 64
+MOST_DRAWS = 2**24  # of one position
 """Largest number of drafts of one request."""
 
 PROBABILITIES = "probabilities"

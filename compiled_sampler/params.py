@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields, replace
 from operator import attrgetter, is_
 from typing import Any
 
-from compiled_sampler.edit_params import checked_extra_args
 from compiled_sampler.edits import EDIT_SPECS, PARAMETERS
+from compiled_sampler.edits.checks import checked_extra_args
 from compiled_sampler.request_formats.generation_config import generation_config_fields
 from compiled_sampler.request_formats.openai_body import openai_fields
 from compiled_sampler.scalars import checked_float, checked_int
@@ -207,7 +207,7 @@ class SamplingParams:
 
     @property
     def edits(self) -> tuple[str, ...]:
-        """The names of the edits that the request needs: those of ``edit_names.EDITS`` in their order, the user's."""
+        """The names of the edits that the request needs: those of ``edits.names.EDITS`` in their order, the user's."""
         if _edit_values(self) == _EDIT_DEFAULTS:
             return ()
         draws = self.temperature > 0.0  # a greedy request has no law, so filters of whole rows leave it alone

@@ -17,8 +17,8 @@ from scipy.stats import gamma
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.core.noise import TARGET, noise_keys, token_bits
-from compiled_sampler.edit_tables import History, Watermarks
 from compiled_sampler.edits.recording import entries_of
+from compiled_sampler.edits.tables import History, Watermarks
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.scalars import as_int64
 

@@ -8,7 +8,7 @@ time says so by ``bind`` and ``bind_out``: variants captured afterwards work in 
 
 Dims used in every docstring::
 
-    R  rows of one batch                  B  bucket: the rows a variant was captured with, R <= B
+    R  rows of one batch                  P  bucket: the rows a variant was captured with, R <= P
     T  tail: the dimensions after dim 0   M  the largest bucket
 
 Contract of a registered callable:

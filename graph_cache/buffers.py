@@ -131,7 +131,7 @@ class StaticTensors:
     def read_by(
         self, registration: Registration, key: VariantKey, owned: Mapping[str, InputBuffer]
     ) -> dict[str, Tensor]:
-        """The inputs of a variant, ``[B * times, *T]`` each: rows of owned buffers or of bound tensors."""
+        """The inputs of a variant, ``[P * times, *T]`` each: rows of owned buffers or of bound tensors."""
         inputs = {}
         for name, spec in registration.inputs.items():
             if name in owned:
@@ -156,7 +156,7 @@ class StaticTensors:
         self.outs[name] = tuple(None if field is None else Binding.of(OUT, field) for field in out)
 
     def written_by(self, key: VariantKey) -> tuple[Tensor | None, ...] | None:
-        """The caller's tensors that a variant writes, ``[B, *T]`` each; None if it writes owned outputs."""
+        """The caller's tensors that a variant writes, ``[P, *T]`` each; None if it writes owned outputs."""
         if key.out is None:
             return None
         return tuple(field if field is None else field.detach()[: key.rows] for field in self.bound_outs[key.name])

@@ -115,7 +115,7 @@ class VariantKey:
 
     Attributes:
         name: the registered callable.
-        rows: its bucket B.
+        rows: its bucket P.
         binding: the caller's tensors that it reads in place; None if all its inputs are owned buffers.
         out: the caller's tensors that it writes in place; None for owned buffers.
     """

@@ -26,7 +26,7 @@ Run = Callable[[Mapping[str, Given], int, Results | None], Results]
 class Route:
     """How batches of one callable are served, and how many of them were."""
 
-    request: str  # ``"name rows=R"``
+    label: str  # ``"name rows=R"``
     key: VariantKey | None  # None for a direct call of the callable
     reason: str | None  # why the variant made for such a batch does not serve it; None if it does, or if none is wanted
     serve: Run
@@ -55,7 +55,7 @@ class CacheStatistics:
         direct_runs: runs served by the callable itself.
         evictions: graphs removed.
         fallbacks: runs not served by the variant made for them, under ``"name rows=R: reason"``.
-        coverage: all runs, under ``"name rows=R -> variant[B]"`` or ``"name rows=R -> direct"``.
+        coverage: all runs, under ``"name rows=R -> variant[P]"`` or ``"name rows=R -> direct"``.
         pool_bytes: device memory held by the graph pool.
         buffer_bytes: device memory of the owned inputs and outputs.
     """
@@ -92,9 +92,9 @@ class Counters:
                 self._direct_runs += count
             else:
                 self._replays += count
-            self._coverage[f"{route.request} -> {route.server}"] += count
+            self._coverage[f"{route.label} -> {route.server}"] += count
             if route.reason is not None:
-                self._fallbacks[f"{route.request}: {route.reason}"] += count
+                self._fallbacks[f"{route.label}: {route.reason}"] += count
 
     def snapshot(self, *, variants: int, pool_bytes: int, buffer_bytes: int) -> CacheStatistics:
         """The counts as a record, with the given numbers of variants and bytes."""

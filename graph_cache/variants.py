@@ -24,7 +24,7 @@ class CaptureError(RuntimeError):
 
     Attributes:
         name: the registered callable.
-        bucket: the rows B it was to be captured with.
+        bucket: the rows P it was to be captured with.
     """
 
     def __init__(self, name: str, bucket: int, cause: Exception) -> None:
@@ -39,7 +39,7 @@ class CaptureError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A captured graph with its static tensors: it reads ``[B, *T]`` inputs and writes B rows of its outputs."""
+    """A captured graph with its static tensors: it reads ``[P, *T]`` inputs and writes P rows of its outputs."""
 
     key: VariantKey
     replay: Replay
@@ -50,7 +50,7 @@ class Variant:
 
     def run(self, tensors: Mapping[str, Given], rows: int, out: Results | None) -> Results:
         """The results of a batch that is copied in, replayed and copied out on the current stream, without a sync."""
-        # rows is at most B; a missing owned input is filled with its fill; out is checked already.
+        # rows is at most P; a missing owned input is filled with its fill; out is checked already.
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         bucket = self.key.rows

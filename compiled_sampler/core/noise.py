@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.arithmetic import MAGIC, MAGIC_BITS, polynomial
+from compiled_sampler.modes import MOST_DRAWS
 
 STREAM_VERSION = 1
 """Changes whenever any (seed, position, id, stream) gets other noise; golden vectors in the tests fix it."""
@@ -22,9 +23,8 @@ STREAM_VERSION = 1
 TARGET, DRAFT, ACCEPT, RESIDUAL, XTC = range(5)
 """Streams of noise: each is a separate word of the Philox counter, so that two streams cannot overlap."""
 
-_STREAM_BITS = 8  # the stream is the low 8 bits of the counter's third word, a draft's offset in its block the rest
-MOST_DRAWS = 2**24
-"""Draws of one position, whose index is the rest of the fourth word, above the version."""
+_STREAM_BITS = 8  # the stream is the low 8 bits of the counter's third word, a draft's offset in its block the rest;
+# the version is the low 8 bits of the fourth, a draw's index among those of its position the rest
 _WORD = 0xFFFFFFFF
 _NEGATIVE_MULTIPLIERS = (0xD2511F53 - 2**32, 0xCD9E8D57 - 2**32)
 """Philox's multipliers minus 2**32, so that products stay within 63 bits: g++ assumes that int64 never overflows and

@@ -49,7 +49,8 @@ class RowParams(NamedTuple):
 
 def with_scale(row_slots: RowSlots, scale: Tensor) -> RowSlots:
     """The same rows with another scale by slot, float32 ``[S]``."""
-    return row_slots._replace(table=row_slots.table._replace(scale=scale))
+    table, slots, positions, offsets, draw_index = row_slots
+    return RowSlots(table._replace(scale=scale), slots, positions, offsets, draw_index)
 
 
 def gather_rows(row_slots: RowSlots, *, stream: int | Tensor) -> RowParams:

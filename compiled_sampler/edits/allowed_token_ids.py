@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from compiled_sampler.edit_params import checked_token_ids
+from compiled_sampler.edits.checks import checked_token_ids
 from compiled_sampler.edits.edit_spec import Column, EditSizes, EditSpec, Parameter, Params, SlotRow
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_params import check_scope, checked_token_id
 from compiled_sampler.edits.changes import ListWriter, list_entries
+from compiled_sampler.edits.checks import check_scope, checked_token_id
 from compiled_sampler.edits.edit_spec import (
     Column,
     EditSizes,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices, without_denormals
-from compiled_sampler.edit_params import checked_token_id
 from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits, edited_tokens, entry_ids
+from compiled_sampler.edits.checks import checked_token_id
 from compiled_sampler.edits.edit_spec import (
     Column,
     EditSizes,
@@ -38,9 +38,9 @@ class BiasLists(NamedTuple):
     counts: Tensor
     """int32 ``[S]``, entries of each request."""
     token_ids: Tensor
-    """int32 ``[S, B]``, ascending, each id once, then ``NO_TOKEN``."""
+    """int32 ``[S, n]``, ascending, each id once, then ``NO_TOKEN``."""
     biases: Tensor
-    """float32 ``[S, B]``, finite or -inf."""
+    """float32 ``[S, n]``, finite or -inf."""
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
         """Biases."""
@@ -64,7 +64,7 @@ def write_biases(
 
 
 def biased_tokens(x: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int) -> EditedTokens:
-    """What biases change, ``[R, B]``.
+    """What biases change, ``[R, n]``.
 
     Args:
         x: float32 ``[R, V]``.

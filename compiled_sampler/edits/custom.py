@@ -9,10 +9,10 @@ from torch import Tensor
 
 from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.order import indices, without_denormals
-from compiled_sampler.edit_tables import CustomTables
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History
 from compiled_sampler.edits.masks import masked
+from compiled_sampler.edits.tables import CustomTables
 from compiled_sampler.logit_edit import CustomEdits, EditRows
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from compiled_sampler.core.mass import FLOAT_MAX
 from compiled_sampler.core.order import indices, without_denormals
-from compiled_sampler.edit_params import checked_token_ids, count_in_range, in_range
 from compiled_sampler.edits.changes import ListWriter, entry_ids
+from compiled_sampler.edits.checks import checked_token_ids, count_in_range, in_range
 from compiled_sampler.edits.edit_spec import (
     Column,
     EditSizes,

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_params import checked_flag, checked_token_id, checked_token_ids, count_in_range
 from compiled_sampler.edits.changes import ListWriter, list_entries
+from compiled_sampler.edits.checks import checked_flag, checked_token_id, checked_token_ids, count_in_range
 from compiled_sampler.edits.edit_spec import (
     PROMPT_LEN,
     Column,

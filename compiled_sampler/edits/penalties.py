@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices, without_denormals
-from compiled_sampler.edit_params import check_scope, in_range
 from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits, edited_tokens, entry_ids
+from compiled_sampler.edits.checks import check_scope, in_range
 from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, normal
 from compiled_sampler.edits.history import ORDINAL, SUCCESSOR, TOKEN, History
 

@@ -5,9 +5,9 @@ Modules and folders, from the entry point down::
     sampler        Sampler: every step, warm-up and captures
     request_holder RequestHolder, which Sampler extends: requests and plans
     verification   Verifier: checks and runs verifications, at the width of a prepared step
-    calls          what was checked is not checked again; results that come back in turn
+    calls          Calls: what was checked and chosen for calls like this one; the frames of a call that is known
     step_runner    StepRunner: eager, compiled or captured steps; warmup; what Sampler.statistics returns
-    step_call      StepCall: a step on tensors, and by its definition; what it leaves in the history and the draft cache
+    step_executor  StepExecutor: a step on tensors, and by its definition; what it leaves in history and draft cache
     step           Step: one callable of the graph cache, and what it reads
     drafts         drafts that were drawn: handles, and the cache of their logits
     plan           Plan: a batch and the mode that serves it; checks of a caller's plan

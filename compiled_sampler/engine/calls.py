@@ -8,14 +8,19 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
-from compiled_sampler.engine.step_runner import ResolvedStep, StepRunner
+from compiled_sampler.engine.step_runner import StepRun, StepRunner
 from compiled_sampler.lowering.inductor.layout_guards import alike
 
 MOST_CALLS = 1024  # an engine whose logits are new tensors each step brings new addresses
 
 
 class Calls:
-    """Steps that were chosen, and checked, for calls of the same layouts and addresses, which saves 30 us a call.
+    """Runs of steps that were checked and chosen, by layouts and addresses of a call's tensors; they save 30 us a call.
+
+    A call that is known runs through these frames, from ``Sampler.sample`` down: ``RequestHolder._check_current`` and
+    ``Sampler._edits_of``, which return; ``run_for`` and its guard, which return; then the run that ``run_for`` found,
+    which ``StepRunner.resolve`` once made: ``Route.run``, ``Variant.run`` and the launch of the graph, or
+    ``StepRunner._run_directly``, ``StepExecutor.__call__`` and the stages.
 
     Args:
         runner: whose steps they are; those of another ``generation`` are forgotten, with the graphs that they hold.
@@ -23,28 +28,28 @@ class Calls:
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
-        self._steps: dict[Hashable, list[tuple[Callable[..., bool], ResolvedStep]]] = {}
+        self._runs: dict[Hashable, list[tuple[Callable[..., bool], StepRun]]] = {}
         self._count, self._generation = 0, runner.generation
 
-    def step(
+    def run_for(
         self,
         key: tuple[Any, ...],
         tensors: tuple[Tensor | None, ...],
         out: Any,
-        resolve: Callable[[], ResolvedStep],
+        resolve: Callable[[], StepRun],
         is_captured: bool,
-    ) -> ResolvedStep:
-        """The step that serves all calls which a check and the choice of a variant cannot tell from this one.
+    ) -> StepRun:
+        """What runs the step of all calls which a check and the choice of a variant cannot tell from this one.
 
         Args:
-            key: whatever decides about the step besides layouts and addresses.
+            key: whatever decides about the run besides layouts and addresses.
             tensors: the caller's.
             out: tensors that take the results, or None for new ones.
-            resolve: checks all arguments and chooses the step.
+            resolve: checks all arguments and chooses the step, on the first of such calls.
             is_captured: whether the current stream is being captured.
         """
         if self._generation != self._runner.generation:
-            self._steps.clear()
+            self._runs.clear()
             self._count, self._generation = 0, self._runner.generation
         try:
             fields = tensors if out is None else (*tensors, *out)
@@ -60,18 +65,18 @@ class Calls:
                     present.append(field)
             modes = is_inference_mode_enabled(), is_grad_enabled()  # on which it depends what may be written
             full_key = key, is_captured, modes, type(out), *addresses
-            for is_alike, step in self._steps.get(full_key, ()):
+            for is_alike, run in self._runs.get(full_key, ()):
                 if is_alike(*present):
-                    return step
+                    return run
         except (AttributeError, TypeError, RuntimeError):  # the check says what is wrong
             return resolve()
-        step = resolve()
+        run = resolve()
         if self._count >= MOST_CALLS:
-            self._steps.clear()
+            self._runs.clear()
             self._count = 0
-        self._steps.setdefault(full_key, []).append((alike(present), step))
+        self._runs.setdefault(full_key, []).append((alike(present), run))
         self._count += 1
-        return step
+        return run
 
 
 def without_ring(out: Any) -> Any:

@@ -26,7 +26,6 @@ from compiled_sampler.engine.requests.slots import (
     SlotState,
     named_edits,
     uncovered_modes,
-    unserved_needs,
     words_of_slots,
 )
 from compiled_sampler.engine.requests.uploads import DeviceReserve, PlannedTensors, room
@@ -151,6 +150,9 @@ class RequestHolder:
     def remove_request(self, slot: int) -> None:
         """Free a slot; plans that name it are refused from now on.
 
+        A step of the request may still be in flight: this writes on the host alone. The next request's numbers reach
+        the slot on the current stream, after that step where the streams are the same.
+
         Raises:
             TypeError: the slot is no int.
             ValueError: no request holds the slot.
@@ -199,7 +201,10 @@ class RequestHolder:
         *,
         edits: Collection[str] | None = None,
     ) -> Plan:
-        """The plan of a batch, made on the host; the same plan is returned until a request is added or removed.
+        """The plan of a batch, made on the host.
+
+        The same arguments return the same plan again, until a request is added or removed, or a new plan comes when 64
+        are kept: then all of them are forgotten. A plan that the caller holds stays good.
 
         Args:
             slots: the slot of each row, with ``num_drafts`` of each request; -1 is padding, slots may repeat.
@@ -261,7 +266,7 @@ class RequestHolder:
             mode = forced_mode(self.modes, mode_name, needs, slots, self._requests.params)
         self._edits.prepare(edits)
         for name in (mode.name, PROBABILITIES):
-            self._requests.staged.serving(unserved_needs(self.modes, name, edits, custom.all_names))
+            self._requests.table_for(name, edits)
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
         kind = self._kinds[key] = mode, edits, tuple(name for name in custom.inexact if name in edits)
@@ -309,7 +314,7 @@ class RequestHolder:
                 )
             self._captured.add(plan)
         if self._requests.is_pending:
-            self._requests.ensure_coming()
+            self._requests.upload_before_step()
         return is_captured
 
     def _new_plan(
@@ -321,7 +326,7 @@ class RequestHolder:
         count_words: bytes | None,
     ) -> Plan:
         if self._requests.is_pending:
-            self._requests.ensure_coming()
+            self._requests.upload_before_step()
         mode, edits, inexact = kind
         numbers, num_proposals, width = {"slots": words}, 0, 0
         if counts is not None and count_words is not None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
-from compiled_sampler.edit_names import CONSUMES, MASK, RESTORES, Leave, without_vain_leave
 from compiled_sampler.edits.edit_spec import EditSizes
+from compiled_sampler.edits.names import CONSUMES, MASK, RESTORES, Leave, without_vain_leave
 from compiled_sampler.engine.boundary import arguments, settings
 from compiled_sampler.engine.boundary.edits import checked_custom_edits
 from compiled_sampler.engine.boundary.outputs import check_outputs
@@ -32,7 +32,7 @@ from compiled_sampler.engine.requests.edit_layout import checked_sizes
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_runner import ResolvedStep, SamplerStatistics, StepRunner
+from compiled_sampler.engine.step_runner import SamplerStatistics, StepRun, StepRunner
 from compiled_sampler.engine.verification import Verifier, VerifyCall
 from compiled_sampler.logit_edit import LogitEdit
 from compiled_sampler.logprobs import Logprobs
@@ -68,7 +68,7 @@ class Sampler(RequestHolder):
             for penalties and bad words; 0 for none.
         edit_sizes: entries that biases, stop tokens and bad words of a request may have; None for ``EditSizes()``.
         captured_edits: the edits of batches that ``warmup`` prepares every step for, each as names of
-            ``edit_names.EDITS``. A batch takes the captured step with the fewest edits that has all of its own, and a
+            ``edits.names.EDITS``. A batch takes the captured step with the fewest edits that has all of its own, and a
             mask and leave to write logits exactly if it has them; others run compiled, but not captured.
         captured_logprobs: what calls ask for that ``warmup`` prepares ``sample`` and ``verify`` for, with each of
             ``captured_edits`` and without. Calls that ask for anything else run compiled, but not captured.
@@ -121,10 +121,9 @@ class Sampler(RequestHolder):
         ways = settings.checked_verifications(verifications)
         width = settings.checked_cache_len(draft_cache_len, ways)
         self._draft_cache = DraftCache(most, width, *self._logits) if width else None
-        staged = self._requests.staged
-        tables = LogprobTables(staged.processed_scale)
+        tables = LogprobTables(self._requests.staged.processed_scale)
         self._runner = StepRunner(
-            self.backend, modes, staged, logits_dtype, sizes, most, self._draft_cache, slots, tables
+            self.backend, modes, self._requests, logits_dtype, sizes, most, self._draft_cache, slots, tables
         )
         logprobs = settings.checked_logprobs(captured_logprobs, self.vocab_size)
         edit_sets = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
@@ -196,7 +195,7 @@ class Sampler(RequestHolder):
             check_logits(logits, rows, self._logits)
             check_consumes(consume_logits, logits, *edit_tensors.values(), *self._custom.states.every)
 
-        def resolve() -> ResolvedStep:
+        def resolve() -> StepRun:  # only for the first call of its kind: ``Calls`` knows the run of the others
             self._check_sample(plan, tensors, out, edits, logprobs)
             step = Step("sample", plan.mode, 0, edits, logprobs, is_one_of_several)
             return self._runner.resolve(step, plan, tensors, out)
@@ -204,7 +203,8 @@ class Sampler(RequestHolder):
         shape = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
         key = "sample", *shape, edits, logprobs, is_one_of_several
         read = (*tensors.values(), *plan.slot_buffers)
-        drawn: SampleOutputs = self._calls.step(key, read, out, resolve, is_captured)(plan, tensors, out)
+        run = self._calls.run_for(key, read, out, resolve, is_captured)
+        drawn: SampleOutputs = run(plan, tensors, out)
         return drawn
 
     def _edits_of(
@@ -246,7 +246,7 @@ class Sampler(RequestHolder):
         check_has_boundary(edits, logprobs)
         if out is not None:
             read = (*tensors.values(), *plan.device_tensors, *self._custom.states.every)
-            check_outputs(out, SampleOutputs, rows, 0, self.device, read, stops=bool(edits), logprobs=logprobs)
+            check_outputs(out, SampleOutputs, rows, 0, self.device, read, has_edits=bool(edits), logprobs=logprobs)
 
     def draft(
         self,
@@ -286,7 +286,7 @@ class Sampler(RequestHolder):
         if not coupled:
             tensors["offsets"] = self._repeated(offset, count)
 
-        def resolve() -> ResolvedStep:
+        def resolve() -> StepRun:
             check_logits(tensors["logits"], count, self._logits, "draft_logits")
             check_positions(positions, count, self.device)
             self._custom.check_given(plan.edits, edit_tensors, count, self.device)
@@ -294,9 +294,9 @@ class Sampler(RequestHolder):
             return self._runner.resolve(step, plan, tensors, None)
 
         key = "draft", plan.mode.name, count, plan.num_drafts is None, plan.replaced, coupled, edits
-        step = self._calls.step(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
+        run = self._calls.run_for(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
         number = 0 if coupled or self._draft_cache is None else self._draft_cache.claim(plan, offset)
-        drawn: SampleOutputs = step(plan, tensors, None)
+        drawn: SampleOutputs = run(plan, tensors, None)
         is_held = not coupled and not number
         law = draft_logits[:, : self.vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import torch
 
-from compiled_sampler.edit_names import GIVEN, LEAVES, MASK, reading, without_vain_leave
+from compiled_sampler.edits.names import GIVEN, LEAVES, MASK, reading, without_vain_leave
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, includes
 from graph_cache import BufferSpec
@@ -123,7 +123,7 @@ class Step:
         is_alike = ways[0] == ways[1] and (self.edits, self.logprobs) == (other.edits, other.logprobs)
         return is_alike and includes(self.mode, other.mode)
 
-    def serves(self, other: Step, with_call: Sequence[str] = ()) -> bool:
+    def can_replace(self, other: Step, with_call: Sequence[str] = ()) -> bool:
         """Whether it is another step, or has edits more, which leave the rows of such a batch as they are.
 
         A mask comes with the call, and so does the leave to write its logits: both steps have it, or neither. Both

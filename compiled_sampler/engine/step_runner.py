@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
-from compiled_sampler.edit_names import GIVEN, LEAVES, MASK
+from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs, tensors_of
+from compiled_sampler.edits.names import GIVEN, LEAVES, MASK
 from compiled_sampler.engine.boundary.arguments import check_modes, check_not_capturing
-from compiled_sampler.engine.boundary.outputs import check_bound_out, copied, empty_outputs, has_form
+from compiled_sampler.engine.boundary.outputs import Results, check_bound_out, empty_outputs, has_form
 from compiled_sampler.engine.drafts import DraftCache
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
-from compiled_sampler.engine.requests.uploads import StagedTable
+from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_call import StepCall
+from compiled_sampler.engine.step_executor import StepExecutor
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.lowering.comparison import hard_rows
 from compiled_sampler.lowering.compiled_stages import CompiledStages, LoweringStatus, Progress
@@ -30,7 +30,7 @@ from compiled_sampler.lowering.stages.stage_call import TensorSpec
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.schedule import warmup_batches
-from graph_cache import BufferSpec, CacheStatistics, GraphCache
+from graph_cache import BufferSpec, CacheStatistics, GraphCache, copy_tensors
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ OUTPUTS: dict[str, Any] = {
 }
 """What each kind of step returns."""
 _MOST_CHOSEN = 256  # kinds of calls whose step is known; those with logprobs of given ids are as many as their ids
-ResolvedStep = Callable[..., Any]
-"""``step(plan, tensors, out)``: the results of a step on the way that ``StepRunner.resolve`` chose."""
+StepRun = Callable[..., Any]
+"""``run(plan, tensors, out)``: the results of a step on the way that ``StepRunner.resolve`` chose."""
 
 
 class StepRunner:
@@ -71,7 +71,7 @@ class StepRunner:
     Args:
         backend: "reference", "eager", "compiled" or "graph".
         modes: the mode table.
-        staged: parameters by slot, read by every step, which brings what changed of them.
+        requests: by slot; every step reads their parameters, and brings what changed of them.
         logits_dtype: dtype of the logits.
         buckets: row counts of the captured variants; of verifications counts of requests.
         most: rows of the largest batch that ``warmup`` compiles for; above the largest bucket it runs uncaptured.
@@ -84,7 +84,7 @@ class StepRunner:
         self,
         backend: str,
         modes: tuple[Mode, ...],
-        staged: StagedTable,
+        requests: SlotState,
         logits_dtype: torch.dtype,
         buckets: Iterable[int],
         most: int,
@@ -93,16 +93,18 @@ class StepRunner:
         logprobs: LogprobTables,
     ) -> None:
         self.backend, self._modes, self._dtype = backend, modes, logits_dtype
-        self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, staged.mirror.there.device
+        self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, requests.staged.mirror.there.device
         self._edits, self._logprobs, self.custom = edits, logprobs, edits.custom
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
-        self._cache = GraphCache(self._device, buckets, mirror=staged.mirror)
+        self._cache = GraphCache(self._device, buckets, mirror=requests.staged.mirror)
         self.largest_bucket = self._cache.ladder.largest  # rows of the largest batch that is captured
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._chosen: dict[Any, Step] = {}  # of 75 registered steps a choice takes 50 us, of a verification 320
-        self._staged = staged
-        self._call = StepCall(backend == "reference", staged, self._stages, drafts, edits, logprobs, modes)
+        self._staged = requests.staged
+        self._executor = StepExecutor(
+            backend == "reference", requests, self._stages, drafts, edits, logprobs, self._vocab_size
+        )
         for mode in modes:
             self._register(Step("sample", mode))
 
@@ -110,7 +112,7 @@ class StepRunner:
         """The results of a step, in ``out`` if given; arguments as ``resolve``."""
         return self.resolve(step, plan, tensors, out)(plan, tensors, out)
 
-    def resolve(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> ResolvedStep:
+    def resolve(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> StepRun:
         """A function of a plan, tensors and ``out`` that runs a step.
 
         It serves other plans of the same shape, and tensors of the same layouts and addresses, until ``generation``
@@ -125,7 +127,7 @@ class StepRunner:
         if not plan.slots:
             return partial(_run_nothing, step, self._device)
         is_exact = not plan.has_planned_slots  # another step might serve other requests
-        step = step if is_exact else self._serving(step)
+        step = step if is_exact else self._registered_for(step)
         if self.backend != "graph" or step.name not in self._registered:
             return partial(self._run_directly, step)
         buffers = {name: step.buffer(name) for name in tensors}
@@ -138,7 +140,7 @@ class StepRunner:
         into = out if out is None or step.logprobs is None else flat(out)
         route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=into, is_exact=is_exact)
         on_host, run = route.key is not None, route.run
-        self._staged.comes_with_steps = on_host
+        self._staged.steps_are_replays = on_host
         if step.logprobs is not None:
             return lambda plan, tensors, out: run_flat(run, inputs(plan, tensors, on_host), rows, out)
         if on_host and not is_renamed and not plan.replaced and step.reads_counts == (plan.num_drafts is not None):
@@ -157,18 +159,18 @@ class StepRunner:
         self._chosen[call] = step
         return step
 
-    def _serving(self, step: Step) -> Step:
-        """The registered step with the fewest edits that serves such batches, else the step itself."""
+    def _registered_for(self, step: Step) -> Step:
+        """The registered step with the fewest edits that can replace a step, else the step itself."""
         if not step.edits or step.name in self._registered:
             return step
         if step in self._chosen:
             return self._chosen[step]
-        serving = (known for known in self._registered.values() if known.serves(step, self.custom.of_call))
-        return self._remembered(step, min(serving, key=lambda known: len(known.edits), default=step))
+        fits = (known for known in self._registered.values() if known.can_replace(step, self.custom.of_call))
+        return self._remembered(step, min(fits, key=lambda known: len(known.edits), default=step))
 
     def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         self._staged.mirror.upload()
-        result = self._call(step, **{**plan.inputs(step.reads_counts, on_host=False), **tensors})
+        result = self._executor(step, **{**plan.inputs(step.reads_counts, on_host=False), **tensors})
         return result if out is None else copied(result, out)
 
     def register(
@@ -194,7 +196,7 @@ class StepRunner:
             wanted: a step in the mode that covers the requests, with the largest number of drafts of a request as its
                 width, and with the edits and logprobs of the call.
             rule: one of ``modes.RULES``.
-            forms: the forms of proposals that serve the call, as ``Mode.drafts``, one or more.
+            forms: the forms of proposals that describe the call, as ``Mode.drafts``, one or more.
             is_exact: whether it must have no further edits.
         """
         key = wanted, rule, forms, is_exact
@@ -203,9 +205,9 @@ class StepRunner:
         steps = [replace(wanted, mode=verifying(wanted.mode, rule, form)) for form in forms]
         wide = [known for known in self._registered.values() if known.kind == "verify" and known.width >= wanted.width]
         pairs = ((known, replace(step, width=known.width)) for known in wide for step in steps)
-        fits = (pair for pair in pairs if not is_exact or pair[0].edits == pair[1].edits)
-        serving = (known for known, step in fits if known.serves(step, self.custom.of_call))
-        return self._remembered(key, min(serving, key=lambda known: (known.width, len(known.edits)), default=steps[0]))
+        allowed = (pair for pair in pairs if not is_exact or pair[0].edits == pair[1].edits)
+        fits = (known for known, step in allowed if known.can_replace(step, self.custom.of_call))
+        return self._remembered(key, min(fits, key=lambda known: (known.width, len(known.edits)), default=steps[0]))
 
     def warmup(self, progress: Progress | None, modes: Collection[str] | None) -> None:
         """Compile the registered steps for every class of row counts, and capture their variants."""
@@ -232,16 +234,16 @@ class StepRunner:
             report(done, total + len(runs), label)
 
         layouts = {name: spec for step in steps for name, spec in self._inputs(step).items()}
-        what = _described(runs, layouts, bound, self._call.table_sizes)
+        what = _described(runs, layouts, bound, self._executor.table_sizes)
         if lists := not (stages.compares or stages.are_on_disk(self._device, *what)):
             unread = None if bound is None else TensorSpec.of(bound).empty()  # what listed edits write is wrong
             with stages.precompiling(self._device, compiled, *what, runs=len(runs)):
                 for step, sample in runs:
-                    self._call(step, **self._padding(step, sample, unread))
+                    self._executor(step, **self._padding(step, sample, unread))
         with stages.taking_every_chain(not lists):
             for done, (step, sample) in enumerate(runs, start=before + 1):
                 tensors = self._padding(step, sample, bound)
-                self._call(step, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
+                self._executor(step, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
                 report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
     def bind(self, inputs: Mapping[str, Tensor], out: Any) -> None:
@@ -306,7 +308,7 @@ class StepRunner:
         peers = [known for known in self._registered.values() if (known.kind, known.width) == (step.kind, step.width)]
         covers = [peer.name for peer in peers if step.covers(peer)]
         called = self._call_buffers if step.logprobs is None else self._call_flat
-        self._call.table_of(step)  # before any capture
+        self._executor.table_of(step)  # made before any capture
         self._cache.register(step.name, partial(called, step), inputs, covers=covers, most_copied=step.most_copied)
         self._registered[step.name] = step
 
@@ -316,7 +318,7 @@ class StepRunner:
         return {**step.inputs(self._dtype), **self.custom.buffers(of_edits, step.width + 1)}
 
     def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
-        return self._call(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
+        return self._executor(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
 
     def _call_flat(self, step: Step, **tensors: Tensor) -> Any:
         return flat(self._call_buffers(step, **tensors))
@@ -345,7 +347,13 @@ def _run_nothing(step: Step, device: torch.device, plan: Any = None, tensors: An
     if out is not None:
         return out
     kind, columns = OUTPUTS[step.kind], step.width + 1 if step.kind == "verify" else step.mode.vocab_size
-    return empty_outputs(kind, columns, device, stops=step.has_tokens and bool(step.edits), logprobs=step.logprobs)
+    return empty_outputs(kind, columns, device, has_edits=step.has_tokens and bool(step.edits), logprobs=step.logprobs)
+
+
+def copied(results: Results, out: Results) -> Results:
+    """``out``, after a copy of all fields of the results into it, which converts what is of another dtype."""
+    copy_tensors(tensors_of(out), tensors_of(results))
+    return out
 
 
 def _steps_of(

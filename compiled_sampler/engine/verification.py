@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import VerifyOutputs
-from compiled_sampler.edit_names import Leave
+from compiled_sampler.edits.names import Leave
 from compiled_sampler.engine.boundary.arguments import check_logprobs
-from compiled_sampler.engine.boundary.outputs import check_outputs, copied
+from compiled_sampler.engine.boundary.outputs import check_outputs
 from compiled_sampler.engine.boundary.tensors import (
     RowFormat,
     check_consumes,
@@ -41,7 +41,7 @@ from compiled_sampler.engine.plan import (
     check_keeps_watermark,
 )
 from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_runner import ResolvedStep, StepRunner
+from compiled_sampler.engine.step_runner import StepRun, StepRunner, copied
 from compiled_sampler.logprobs import Logprobs, mapped
 from compiled_sampler.modes import Mode, check_rule
 from compiled_sampler.speculation.row_layout import padded
@@ -105,15 +105,16 @@ class Verifier:
             states = self._runner.custom.states.every
             check_consumes(consumes, target, *drawn_from, *edit_tensors.values(), *states)
 
-        def resolve() -> ResolvedStep:
+        def resolve() -> StepRun:
             self._check(plan, mode, rule, call, out)
             return self._resolve(plan, mode, rule, call, out)
 
         shape = mode.name, plan.num_rows, plan.num_proposals, plan.width, len(plan.slots), plan.replaced
-        key = (*shape, rule, forms, edits, logprobs)
+        key = ("verify", *shape, rule, forms, edits, logprobs)
         tensors = (target, token_ids, positions, *drawn_from, *edit_tensors.values())
         read = (*tensors, *plan.device_tensors) if plan.replaced else tensors
-        verified: VerifyOutputs = self._calls.step(key, read, out, resolve, is_captured)(plan, call, out)
+        run = self._calls.run_for(key, read, out, resolve, is_captured)
+        verified: VerifyOutputs = run(plan, call, out)
         return verified
 
     def _check(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> None:
@@ -138,24 +139,29 @@ class Verifier:
         if out is not None:
             tensors = (call.target, call.token_ids, call.positions, *proposals.tensors, *call.edit_tensors.values())
             read, sizes = (*tensors, *plan.device_tensors, *custom.states.every), (count, call.width(plan) + 1)
-            has_stops = bool(call.edits)
-            check_outputs(out, VerifyOutputs, *sizes, device, read, stops=has_stops, logprobs=call.logprobs)
+            has_edits = bool(call.edits)
+            check_outputs(out, VerifyOutputs, *sizes, device, read, has_edits=has_edits, logprobs=call.logprobs)
 
-    def _resolve(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> ResolvedStep:
+    def _resolve(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> StepRun:
         """The narrowest registered step that is wide enough, for arguments like these, which are checked."""
         proposals, width = self._in_sampler_dtype(call.proposals), call.width(plan)
         wanted = Step("verify", mode, width, call.edits, call.logprobs)
         step = self._runner.verification(wanted, rule, proposals.forms(rule, plan), not plan.has_planned_slots)
+        # A tensor is made in each call where drafts are narrower than the step or flat, where draft logits are
+        # converted, and where counts come as sums.
         is_moved = plan.cumulative_drafts is not None or (call.token_ids.dim() == 1 and not plan.has_equal_counts)
         if step.width != width or proposals.logits is not call.proposals.logits or is_moved:
-            run: ResolvedStep = partial(self._run_derived, step)
+            run: StepRun = partial(self._run_derived, step)
         else:
             resolved = self._runner.resolve(step, plan, _step_inputs(plan, call, step), out)
             run = lambda plan, call, out: resolved(plan, _step_inputs(plan, call, step), out)  # noqa: E731
         return partial(_run_counted, run) if plan.replaced else run
 
     def _run_derived(self, step: Step, plan: Plan, call: VerifyCall, out: VerifyOutputs | None) -> VerifyOutputs:
-        """Run a step whose inputs are made from the arguments, and so lie elsewhere in each call."""
+        """Run a step with inputs that are made from the arguments, and so lie elsewhere in each call.
+
+        So the route is chosen anew each time. ``_resolve`` says which calls these are.
+        """
         tensors = _step_inputs(plan, call._replace(proposals=self._in_sampler_dtype(call.proposals)), step)
         width = call.width(plan)
         is_wider = step.width != width
@@ -171,7 +177,7 @@ class Verifier:
         return proposals._replace(logits=in_sampler_dtype(proposals.logits, self._logits.dtype))
 
 
-def _run_counted(run: ResolvedStep, plan: Plan, call: VerifyCall, out: Any) -> VerifyOutputs:
+def _run_counted(run: StepRun, plan: Plan, call: VerifyCall, out: Any) -> VerifyOutputs:
     """Run a step of a plan whose drafts an engine may count, in numbers that are others in each call."""
     check_counts_fit(plan, call.width(plan))
     verified: VerifyOutputs = run(plan, call, out)

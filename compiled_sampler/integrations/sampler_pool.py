@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_sampler.edit_names import reading
 from compiled_sampler.edits.edit_spec import EditSizes
+from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.params import SamplingParams
 

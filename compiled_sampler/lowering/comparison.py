@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from compiled_sampler import edit_tables
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.edits.history import History, HistoryRows
+from compiled_sampler.edits.tables import TABLES as EDIT_TABLES
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.lowering.stages.stage_call import TABLES, TensorSpec, copies
 from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
@@ -116,7 +116,7 @@ def _named(stage: Stage, tensors: tuple[Any, ...]) -> dict[str, Tensor]:
 
 def _tables_of_edits(tensors: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
     leaves = tree_leaves(tensors, is_leaf=lambda value: isinstance(value, TABLES))
-    return [leaf for leaf in leaves if isinstance(leaf, edit_tables.TABLES)]
+    return [leaf for leaf in leaves if isinstance(leaf, EDIT_TABLES)]
 
 
 def _is_exact(edits: CustomEdits) -> bool:

@@ -28,11 +28,11 @@ from compiled_sampler.core.order import (
     visible,
 )
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
-from compiled_sampler.edit_tables import CustomTables
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.history import History
 from compiled_sampler.edits.masks import masked
+from compiled_sampler.edits.tables import CustomTables
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.passes.blocks import (
     AnyLogits,

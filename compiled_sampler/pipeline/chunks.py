@@ -13,8 +13,8 @@ from torch import Tensor
 
 from compiled_sampler.batch import RowEntries, SlotTable
 from compiled_sampler.core.stage import Run, fuses
-from compiled_sampler.edit_tables import EditTables
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
+from compiled_sampler.edits.tables import EditTables
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.pipeline.schedule import Schedule, chunk_ends
 

@@ -30,11 +30,11 @@ from torch import Tensor
 from compiled_sampler.batch import EditedOutputs, PickedRows, SampleInputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
-from compiled_sampler.edit_names import RESTORE
-from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.changes import take_back
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.masks import MaskedLogits, copied, masked, row_words
+from compiled_sampler.edits.names import RESTORE
+from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits

@@ -9,7 +9,7 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, fuses
-from compiled_sampler.edit_tables import EditInputs
+from compiled_sampler.edits.tables import EditInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.kept import cut_at_threshold
 from compiled_sampler.passes.law import (

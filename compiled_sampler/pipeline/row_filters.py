@@ -13,8 +13,8 @@ from torch import Tensor
 
 from compiled_sampler.core.rows import RowSlots, with_scale
 from compiled_sampler.core.stage import Run
-from compiled_sampler.edit_tables import RowFilters
 from compiled_sampler.edits.row_filters import MinK, PLess, TopNSigma, TypicalP, Xtc
+from compiled_sampler.edits.tables import RowFilters
 from compiled_sampler.passes.candidates import select
 from compiled_sampler.passes.cliff import above_cliff, cliff_logit, descending, drop_keys
 from compiled_sampler.passes.deviation import distance_sums, distance_units, logit_ends, longest_kept, within_distance

@@ -24,9 +24,9 @@ from compiled_sampler.core.noise import DRAFT, TARGET
 from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import Run, any_row, call
-from compiled_sampler.edit_tables import EditInputs, NoiseInputs
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.edits.stops import with_finished
+from compiled_sampler.edits.tables import EditInputs, NoiseInputs
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,

@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_sampler.batch import DraftTable, PickedRows, SampleInputs, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
-from compiled_sampler.edit_tables import EditInputs
+from compiled_sampler.edits.tables import EditInputs
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import PROCESSED, Mode, edits_drafts, proposing
 from compiled_sampler.passes.law import AnyLaw

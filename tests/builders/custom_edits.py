@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import EditInput, EditRows, LogitEdit, Sampler, SamplingParams
-from compiled_sampler.edit_tables import EditInputs, EditTables
+from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from examples.green_list import GreenList
 from examples.guidance import Guidance

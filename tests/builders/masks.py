@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs
-from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
+from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.params import SamplingParams
 from tests.builders.edits import random_mask
 from tests.builders.filters import hard_rows

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.noise import MOST_DRAWS
-from compiled_sampler.edit_names import reading
+from compiled_sampler.edits.names import reading
 from compiled_sampler.logprobs import Logprobs, check_token_ids
-from compiled_sampler.modes import MOST_DRAFTS
+from compiled_sampler.modes import MOST_DRAFTS, MOST_DRAWS
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import check_choice, checked_int
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import EDITS
+from compiled_sampler.edits.names import EDITS
 from compiled_sampler.logit_edit import INPUT_DTYPES, MOST_EDITS, EditInput, EditRows, EditState, LogitEdit, name_of
 from compiled_sampler.lowering.inductor.compilation import reader_of_numbers, without_numbers
 from compiled_sampler.scalars import checked_float, checked_int

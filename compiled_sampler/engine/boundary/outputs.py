@@ -1,4 +1,4 @@
-"""Outputs of steps: their layout, checks of a caller's ``out``, results of empty batches, and copies into ``out``."""
+"""Outputs of steps: their layout, checks of a caller's ``out``, and results of empty batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs, tensors_of
+from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
 from compiled_sampler.engine.boundary.tensors import INTEGERS, check_apart, check_tensor, check_writable
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs, layout_of_outputs
 
@@ -43,15 +43,15 @@ def check_outputs(
     device: torch.device,
     inputs: tuple[Tensor | None, ...] = (),
     *,
-    stops: bool = False,
+    has_edits: bool = False,
     logprobs: Logprobs | None = None,
 ) -> None:
     """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device, with memory of their own.
 
-    ``inputs`` are the tensors of the call, which results must not overwrite. With ``stops`` there is a field
+    ``inputs`` are the tensors of the call, which results must not overwrite. With ``has_edits`` there is a field
     ``finished``, with ``logprobs`` a field ``logprobs``.
     """
-    wanted_fields = _fields(kind, rows, columns, stops, logprobs)
+    wanted_fields = _fields(kind, rows, columns, has_edits, logprobs)
     if not isinstance(out, kind):
         names = ", ".join(wanted_fields)
         shown = repr(out) if isinstance(out, str) else type(out).__name__
@@ -68,9 +68,9 @@ def check_outputs(
     check_apart(fields, [tensor for tensor in inputs if tensor is not None])
 
 
-def _fields(kind: type, rows: int, columns: int, stops: bool, logprobs: Logprobs | None) -> _Fields:
+def _fields(kind: type, rows: int, columns: int, has_edits: bool, logprobs: Logprobs | None) -> _Fields:
     """The fields of outputs of a kind for a batch."""
-    every = {**_FIELDS[kind], **(_FINISHED if stops else {})}
+    every = {**_FIELDS[kind], **(_FINISHED if has_edits else {})}
     fields = {name: (dtypes, [rows, columns][:dims]) for name, (dtypes, dims) in every.items()}
     if logprobs is not None:
         _, shape = fields["token_ids"]
@@ -103,7 +103,7 @@ def _check_names(fields: Mapping[str, Any], wanted: Mapping[str, Any], rows: int
         )
     for name in fields:
         if name not in wanted:
-            reason = "in a batch without stop tokens" if name == "finished" else "which this call does not ask for"
+            reason = "in a batch without edits" if name == "finished" else "which this call does not ask for"
             raise ValueError(f"out.{name} must be None {reason}, got a tensor; leave it out")
 
 
@@ -113,13 +113,13 @@ def empty_outputs(
     device: torch.device,
     *,
     rows: int = 0,
-    stops: bool = False,
+    has_edits: bool = False,
     logprobs: Logprobs | None = None,
 ) -> Results:
     """New tensors for results, of as many rows as are given; without rows they are the results of an empty batch."""
     tensors: dict[str, Any] = {}
     of_logprobs: dict[str, Tensor] = {}
-    for name, (dtypes, shape) in _fields(kind, rows, columns, stops, logprobs).items():
+    for name, (dtypes, shape) in _fields(kind, rows, columns, has_edits, logprobs).items():
         owner = of_logprobs if "." in name else tensors
         owner[name.rpartition(".")[2]] = torch.empty(shape, dtype=dtypes[0], device=device)
     if logprobs is not None:
@@ -151,11 +151,4 @@ def check_bound_out(out: object, device: torch.device, inputs: tuple[Tensor | No
     if not tokens.dim() or not tokens.numel():
         raise ValueError(f"out.token_ids must be [>= 1] or [>= 1, K + 1], got {list(tokens.shape)}")
     columns = tokens.shape[1] if tokens.dim() > 1 else 0
-    check_outputs(out, type(out), len(tokens), columns, device, inputs, stops=out.finished is not None)
-
-
-def copied(results: Results, out: Results) -> Results:
-    """``out``, after a copy of each field of the results into it, which converts what is of another dtype."""
-    for source, target in zip(tensors_of(results), tensors_of(out), strict=True):
-        target.copy_(source)
-    return out
+    check_outputs(out, type(out), len(tokens), columns, device, inputs, has_edits=out.finished is not None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
-from compiled_sampler.edit_names import CONSUMES, EDITS, HISTORY_EDITS, LEAVES, RESTORES, reading, writes_lists
+from compiled_sampler.edits.names import CONSUMES, EDITS, HISTORY_EDITS, LEAVES, RESTORES, reading, writes_lists
 from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
 from compiled_sampler.scalars import check_choice, checked_int

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import RESTORE
+from compiled_sampler.edits.names import RESTORE
 from compiled_sampler.modes import MOST_DRAFTS
 
 INTEGERS = (torch.int64, torch.int32)

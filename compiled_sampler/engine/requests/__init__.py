@@ -5,8 +5,7 @@ Modules, from the entry point down::
     slots          SlotState: the requests by slot, and which modes cover them
     edit_slots     EditSlots: the edits of requests by slot, and the tables that steps read
     edit_layout    RowLayout: where they stand in a slot's row
-    custom_edits   CustomEditSet: the edits that users write
-    edit_states    EditStates: what they read by slot, which engines write
+    custom_edits   CustomEditSet: the edits that users write; EditStates: what these read by slot, which engines write
     history        TokenHistory: the tokens of requests by position
     logprob_tables LogprobTables: what steps with logprobs read
     uploads        StagedTable: parameters on the device, and how they get there

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import CONSUMES, LEAVES, MASK, RESTORE, RESTORES, SILENT, reading
-from compiled_sampler.edit_tables import CustomTables, EditInputs, EditTables, NoiseInputs, RowFilters
 from compiled_sampler.edits import EDIT_SPECS, LIST_SPECS
 from compiled_sampler.edits.allowed_token_ids import ALLOWED_TOKEN_IDS
 from compiled_sampler.edits.edit_spec import PROMPT_LEN, Column, EditSizes, EditSpec
 from compiled_sampler.edits.history import READS_HISTORY, UNWRITTEN
 from compiled_sampler.edits.min_tokens import STOPS, StopLists
+from compiled_sampler.edits.names import CONSUMES, LEAVES, MASK, RESTORE, RESTORES, SILENT, reading
 from compiled_sampler.edits.recording import entries_of
+from compiled_sampler.edits.tables import CustomTables, EditInputs, EditTables, NoiseInputs, RowFilters
 from compiled_sampler.edits.watermark import WATERMARK
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_layout import RowLayout, check_fits

@@ -35,12 +35,12 @@ class StagedTable:
         mirror: as given.
         table: the slot table, for steps that serve every need.
         processed_scale: float32 ``[S]``, see ``LogprobInputs``; it lies beside the table and comes with it.
-        comes_with_steps: whether the last step that was chosen is a replay, which brings what changed.
+        steps_are_replays: whether the last step that was chosen is one; a replay uploads what changed itself.
     """
 
     def __init__(self, num_slots: int, entry: Sequence[float | int], mirror: HostMirror) -> None:
         """Fill all slots."""
-        self.mirror, self.comes_with_steps = mirror, False
+        self.mirror, self.steps_are_replays = mirror, False
         self._columns: list[Any] = []
         self._rests: list[object] = [None] * num_slots  # what each slot has behind its needs, once it was written
         columns, first = [], mirror.take(0)
@@ -56,24 +56,16 @@ class StagedTable:
             mirror.there.copy_(torch.from_numpy(mirror.here))  # whatever stream reads it first
             seeds, needs, *filters, self.processed_scale = columns
             self.table = SlotTable(*(seeds, *filters, needs, torch.zeros_like(needs[:1])))
-        self._serving = {0: self.table}
 
     @staticmethod
     def num_words(num_slots: int) -> int:
         """The words that it takes of a mirror."""
         return sum(HostMirror.aligned(num_slots * dtype.itemsize // _WORD_BYTES) for dtype in _DTYPES)
 
-    def serving(self, unserved: int) -> SlotTable:
-        """The table for steps that do not serve some needs, given as bits; to be asked for first outside of captures.
-
-        What a captured step reads lives as long as this object.
-        """
-        table = self._serving.get(unserved)
-        if table is None:
-            with torch.inference_mode(False):
-                bits = torch.full_like(self.table.unserved, unserved)
-            table = self._serving[unserved] = self.table._replace(unserved=bits)
-        return table
+    def refusing(self, unserved: int) -> SlotTable:
+        """The table for steps that do not serve some needs, given as bits, in a new tensor."""
+        with torch.inference_mode(False):
+            return self.table._replace(unserved=torch.full_like(self.table.unserved, unserved))
 
     def write(self, slot: int, seed: int, needs: int, rest: tuple[float | int, ...]) -> None:
         """Write an entry on the host, which the next step brings to the device, or ``mirror.upload`` before.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_sampler.edit_names import reading
 from compiled_sampler.edits import PARAMETERS
 from compiled_sampler.edits.edit_spec import EditSizes
+from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.requests.edit_layout import check_fits
 from compiled_sampler.integrations.request_seeds import seed_of
 from compiled_sampler.integrations.vllm.settings import Settings

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.edit_names import reading
+from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.integrations.vllm.requests import ending_token, sampler_params
 

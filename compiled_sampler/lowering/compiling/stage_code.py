@@ -82,8 +82,8 @@ class StageCode(NamedTuple):
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"stage {self.stage.__name__} was not compiled for such a call before the capture; warmup() does so "
-                "for what Sampler(verifications=, probabilities=) names, max_num_requests rows, and bind_logits(), of "
-                "other strides"
+                "for what Sampler(verifications=, probabilities=, captured_edits=, captured_logprobs=) names, for "
+                "max_num_requests rows, and for logits of other strides if bind(logits=) has them"
             )
 
     def found_or_compiled(self, exact: Options, *, waits: bool) -> Compiled:

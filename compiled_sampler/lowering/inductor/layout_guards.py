@@ -1,4 +1,7 @@
-"""Whether tensors are laid out as others were: by Dynamo's guards, which look at all of them in one call."""
+"""Whether tensors are laid out as others were: by Dynamo's guards, which look at all of them in one call.
+
+``engine.calls`` alone asks. It stands here because only this folder may name Dynamo.
+"""
 
 from __future__ import annotations
 

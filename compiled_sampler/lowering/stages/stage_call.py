@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from compiled_sampler import edit_tables
 from compiled_sampler.batch import DraftTable, SlotTable
+from compiled_sampler.edits.tables import TABLES as EDIT_TABLES
 from compiled_sampler.lowering.stages.tuning import Stage
 
-TABLES = (SlotTable, DraftTable, *edit_tables.TABLES)
+TABLES = (SlotTable, DraftTable, *EDIT_TABLES)
 """What has one size for every batch, so that its rows are no batch's rows. ``RowEntries`` have a batch's."""
 
 
@@ -43,7 +43,7 @@ def fixed(value: Any) -> Iterator[Any]:
         yield from (tuple(each.shape) for each in value)
     elif isinstance(value, DraftTable):
         yield from ((tuple(each.shape), each.dtype) for each in value)
-    elif isinstance(value, edit_tables.TABLES):
+    elif isinstance(value, EDIT_TABLES):
         yield from ((tuple(each.shape), each.stride()) for each in value)
     elif isinstance(value, tuple):
         for item in value:

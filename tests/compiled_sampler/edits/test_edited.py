@@ -14,7 +14,6 @@ from compiled_sampler import EditRows, LogitEdit, Sampler
 from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
-from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.bias import BiasLists, write_biases
 from compiled_sampler.edits.changes import edited_tokens, entry_ids, take_back
@@ -25,6 +24,7 @@ from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.penalties import Penalties, write_penalties
 from compiled_sampler.edits.recording import entries_of, record_drafts, record_draws, record_ends
 from compiled_sampler.edits.stops import are_ends
+from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.lowering.comparison import outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.stages.stage_call import unshared

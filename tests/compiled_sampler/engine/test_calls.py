@@ -170,15 +170,15 @@ def test_few_calls_are_kept_and_none_of_another_generation():
     known, tensors = Calls(runner), (torch.zeros(1),)
 
     def step(i: int, wanted: object) -> object:
-        return known.step(("full", i), tensors, None, lambda: wanted, False)
+        return known.run_for(("full", i), tensors, None, lambda: wanted, False)
 
     for i in range(3 * calls.MOST_CALLS):
         assert step(i, i) == i
         assert step(i, "another") == i
-        assert sum(map(len, known._steps.values())) <= calls.MOST_CALLS
+        assert sum(map(len, known._runs.values())) <= calls.MOST_CALLS
     runner.generation = 1
     assert step(i, "another") == "another"
-    assert sum(map(len, known._steps.values())) == 1
+    assert sum(map(len, known._runs.values())) == 1
 
 
 def test_calls_on_the_same_memory_are_told_apart():
@@ -191,7 +191,7 @@ def test_calls_on_the_same_memory_are_told_apart():
             for is_captured in (False, True):
                 wanted = i, is_captured
                 made = wanted if repeat == 0 else "another"
-                assert known.step(("step",), (tensor,), into, lambda made=made: made, is_captured) == wanted
+                assert known.run_for(("step",), (tensor,), into, lambda made=made: made, is_captured) == wanted
 
 
 def test_a_ring_of_results_says_what_took_its_place(reference):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler import Plan, SampleOutputs, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.batch import SampleInputs, tensors_of
-from compiled_sampler.engine.step_call import in_int64
+from compiled_sampler.engine.step_executor import in_int64
 from compiled_sampler.modes import RULES
 from tests.builders.sampler import SHARED_SLOTS, Outputs, nothing_compiles, same, verifying_sampler
 from tests.builders.sampler import V as SHARED_V

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.core.order import row_logits
-from compiled_sampler.edit_names import CONSUMES, EDITS, RESTORES
 from compiled_sampler.edits import bad_words, bias, custom, masks, min_tokens, penalties, recording, stops, watermark
+from compiled_sampler.edits.names import CONSUMES, EDITS, RESTORES
 from compiled_sampler.edits.recording import DrawEnds
 from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.comparison import KINDS, difference, hard_rows, outcome

@@ -12,10 +12,10 @@ from compiled_sampler.batch import VerifyInputs
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
-from compiled_sampler.edit_names import RESTORE
-from compiled_sampler.edit_tables import EditInputs, EditTables
 from compiled_sampler.edits.bias import BiasLists
 from compiled_sampler.edits.masks import MaskedLogits
+from compiled_sampler.edits.names import RESTORE
+from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.lowering.compiled_stages import CompiledStages, _shapes_of
 from compiled_sampler.lowering.compiling.stage_code import StageCode

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,6 +76,24 @@ def test_results_without_finished_are_refused_in_a_batch_with_edits():
         sampler.sample(plan, logits, positions, out)
     full = out._replace(finished=torch.empty(1, dtype=torch.bool))
     assert same(sampler.sample(plan, logits, positions, full), sampler.sample(plan, logits, positions))
+
+
+def test_finished_is_refused_in_a_batch_without_edits(calls):
+    out = calls[SampleOutputs]()._replace(finished=torch.empty(N, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"^out\.finished must be None in a batch without edits, got a tensor; "):
+        calls[SampleOutputs](out)
+
+
+@pytest.mark.parametrize("kind", [SampleOutputs, VerifyOutputs])
+def test_results_of_an_uncaptured_step_are_copied_in_one_launch(calls, kind):
+    wanted = calls[kind]()
+    out = copied(wanted)
+    for field in tensors_of(out):
+        field.fill_(-7)
+    with mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together:
+        calls[kind](out)
+    assert [len(call.args[0]) for call in together.call_args_list] == [len(tensors_of(out))]
+    assert same(out, wanted)
 
 
 # Memory that fields share.

@@ -239,7 +239,7 @@ def test_after_a_failed_capture_the_sampler_works_and_a_later_warmup_succeeds(re
     logits, positions = normal(3), torch.arange(3, device="cuda")
     wanted = wanted_of(reference, slots, logits, positions)
     with monkeypatch.context() as patched:
-        patched.setattr("compiled_sampler.engine.step_call.sample_step", waiting)
+        patched.setattr("compiled_sampler.engine.step_executor.sample_step", waiting)
         for _ in range(2):
             with pytest.raises(CaptureError, match="could not be captured"):
                 sampler.warmup()

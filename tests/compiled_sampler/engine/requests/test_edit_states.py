@@ -5,7 +5,7 @@ import torch
 
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.engine.requests.edit_states import EditStates
+from compiled_sampler.engine.requests.custom_edits import EditStates
 from compiled_sampler.modes import RULES
 from tests.builders.custom_edits import custom_sampler
 from tests.builders.edit_states import (

@@ -7,7 +7,7 @@ import torch
 
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.edit_names import MASK
+from compiled_sampler.edits.names import MASK
 from tests.builders import custom_edits
 from tests.builders.custom_edits import custom_sampler, random_inputs
 from tests.builders.edits import (

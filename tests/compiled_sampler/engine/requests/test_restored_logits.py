@@ -104,7 +104,7 @@ def failing(sampler: Sampler, number: int):
             raise InterruptedError
         return call(stage, *tensors, **static)
 
-    with mock.patch.object(sampler._runner._call, "_run", run):
+    with mock.patch.object(sampler._runner._executor, "_run", run):
         yield
 
 

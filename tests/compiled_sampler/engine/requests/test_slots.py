@@ -229,3 +229,12 @@ def test_what_a_batch_needs_is_that_of_its_requests_however_they_are_mixed():
         wanted = [held[slot] for slot in slots if slot >= 0]
         assert plan.mode == sampler.mode_for(wanted)
         assert plan.edits == (("logit_bias",) if any(each.edits for each in wanted) else ())
+
+
+def test_steps_that_differ_in_what_comes_with_a_call_read_one_table():
+    """A plan makes the tables that its steps read before a capture, which may bring a mask or consume logits."""
+    state, name = new_state(), MODES[0].name
+    planned = state.table_for(name, ("penalties",))
+    assert planned.unserved.tolist() != state.table_for(name, ()).unserved.tolist()
+    for of_call in (("token_bitmask",), ("consume_logits", "token_bitmask"), ("restore_logits",)):
+        assert state.table_for(name, (*of_call, "penalties")) is planned

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.edit_names import Leave
 from compiled_sampler.edits import EDIT_SPECS
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.changes import ListTable
 from compiled_sampler.edits.history import History, HistoryRows
+from compiled_sampler.edits.names import Leave
 from compiled_sampler.edits.watermark import Watermarks
 from compiled_sampler.logit_edit import CustomEdits
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +20,7 @@ from compiled_sampler.engine.boundary.arguments import check_not_capturing
 from compiled_sampler.engine.drafts import DraftCache
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
-from compiled_sampler.engine.requests.slots import unserved_needs
-from compiled_sampler.engine.requests.uploads import StagedTable
+from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import CACHE, Mode
@@ -46,50 +44,44 @@ _INTEGERS = (
 )  # of a step, which may be int32 or int64
 
 
-class StepCall:
-    """Calls steps on tensors, eager or compiled, also while a graph is captured.
+class StepExecutor:
+    """Executes steps on tensors, eager or compiled, also while a graph is captured.
 
     Args:
         is_definition: whether steps run by their definition, the backend "reference".
-        staged: parameters by slot.
+        requests: by slot.
         stages: the compiled stages; None to run them in eager torch.
         drafts: the draft cache; None without one.
         edits: of the requests by slot.
         logprobs: what logprobs read.
-        modes: the mode table.
+        vocab_size: V.
     """
 
     def __init__(
         self,
         is_definition: bool,
-        staged: StagedTable,
+        requests: SlotState,
         stages: CompiledStages | None,
         drafts: DraftCache | None,
         edits: EditSlots,
         logprobs: LogprobTables,
-        modes: Sequence[Mode],
+        vocab_size: int,
     ) -> None:
-        self._is_definition, self._staged, self._modes = is_definition, staged, modes
+        self._is_definition, self._requests = is_definition, requests
         self._run: Run = call if stages is None else stages
         self._drafts, self._edits, self._logprobs = drafts, edits, logprobs
-        self._tables: dict[tuple[str, tuple[str, ...]], SlotTable] = {}  # saves 14 us an eager step
         with torch.inference_mode(False):
-            self._unfiltered = unfiltered_table(staged.table, modes[0].vocab_size)
+            self._unfiltered = unfiltered_table(requests.table, vocab_size)
 
     @property
     def table_sizes(self) -> tuple[Any, ...]:
         """What stages are compiled for of the tables; its ``repr`` is the same in every process."""
         drafts = None if self._drafts is None else self._drafts.table.logits.shape
-        return self._staged.table.seeds.shape, self._edits.sizes, drafts
+        return self._requests.table.seeds.shape, self._edits.sizes, drafts
 
     def table_of(self, step: Step) -> SlotTable:
         """The parameters by slot, with what the step does not serve; to be asked for before a capture of the step."""
-        key = step.mode.samples_as, step.edits
-        table = self._tables.get(key)
-        if table is None:
-            table = self._staged.serving(unserved_needs(self._modes, *key, self._edits.custom.all_names))
-            self._tables[key] = table
-        return table
+        return self._requests.table_for(step.mode.samples_as, step.edits)
 
     def __call__(
         self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
