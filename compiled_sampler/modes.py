@@ -36,8 +36,9 @@ MAX_VOCAB_SIZE = 2**22 - 1
 """Largest V, so that the sum of a row's weights fits into an int64."""
 
 MOST_DRAFTS = 64
-MOST_DRAWS = 2**24  # of one position
 """Largest number of drafts of one request."""
+MOST_DRAWS = 2**24
+"""Largest number of draws of one position."""
 
 PROBABILITIES = "probabilities"
 """The name of the mode of rows that hold probabilities, to which no filter applies."""
