@@ -180,12 +180,9 @@ class Bench:
         positions: Sequence[int] | Tensor,
         vocab_size: int | None = None,
         *,
-        copies: bool = True,
+        copies: bool = True,  # False hands these very logits over, on the device; nobody reads them afterwards
     ) -> Tensor:
-        """Tokens of the adapter, int64 ``[R]`` on the CPU, for logits ``[R, V]``, which may have more columns than V.
-
-        Without ``copies`` the adapter gets these very logits, on its device, which nobody reads afterwards.
-        """
+        """Tokens of the adapter, int64 ``[R]`` on the CPU, for logits ``[R, V]`` that may have more columns than V."""
         adapter = self.adapter(vocab_size or logits.shape[1])
         rows = self._taken(params, seeds, positions)
         tokens = adapter.sample(copied(logits, self.device) if copies else logits, *rows)
@@ -231,12 +228,10 @@ class Bench:
         return list(params), list(seeds), places
 
     def portions(self, total: int, most: int, seconds: float) -> Iterator[int]:
-        """Sizes of calls that add up to ``total``, or to less where the seconds run out; there is always one.
-
-        When to stop, and whether a call is of ``most`` or of a half or a quarter of it, depends on the time alone,
-        never on what was drawn, so that p-values stay what they are. The clock starts behind the first call, which may
-        compile; at an even speed it is overrun by a quarter of a call at most.
-        """
+        """Sizes of calls that add up to ``total``, or to less where the seconds run out; there is always one."""
+        # When to stop, and the size of a call, depend on the time alone, never on what was drawn, so that p-values stay
+        # what they are. The clock starts behind the first call, which may compile; at an even speed it is overrun by a
+        # quarter of a call at most.
         sizes = most, max(1, most // 2), max(1, most // 4)
         first = done = min(sizes[-1], total)
         yield first
@@ -248,12 +243,10 @@ class Bench:
             done += size
 
     def counts(self, row: Tensor, params: Params, n: int, seconds: float = math.inf) -> NDArray[np.int64]:
-        """How often each token is drawn in ``n`` draws from one row ``[V]``, fewer where the seconds run out.
-
-        No two draws have the same seed and position.
-        """
+        """How often each token is drawn in ``n`` draws from one row ``[V]``, fewer where the seconds run out."""
         total = np.zeros(len(row), np.int64)
         for count in self.portions(n, max(1, min(MOST_ROWS, MOST_LOGITS // len(row))), seconds):
+            # No two draws have the same seed and position.
             seeds = np.repeat(self.new_seeds(-(-count // POSITIONS)), POSITIONS)[:count].tolist()
             positions = torch.arange(count) % POSITIONS
             logits = row.to(self.device).repeat(count, 1)

@@ -25,28 +25,24 @@ Z_99 = 2.5  # a little more than the normal deviation of 99 %, 2.33, since count
 
 
 def multinomial_p_value(counts: ArrayLike, law: ArrayLike) -> float:
-    """A bound on the probability that draws of a law are as far from it in relative entropy; 0 for a token of none.
-
-    ``P(n KL >= x) <= exp(-x) (e x / d)**d`` for x > d, with d + 1 cells: Agrawal, Finite-sample concentration of the
-    multinomial in relative entropy, arXiv 1904.02291. Tests of scipy are approximations where cells are rare.
-    """
+    """A bound on the probability that draws of a law are as far from it in relative entropy; 0 for a token of none."""
     observed, wanted = np.asarray(counts, np.float64).ravel(), np.asarray(law, np.float64).ravel()
     if observed[wanted <= 0.0].any():
         return 0.0
     observed, wanted = observed[wanted > 0.0], wanted[wanted > 0.0] / wanted.sum()
     n, degrees, drawn = observed.sum(), len(wanted) - 1, observed > 0.0
     x = float((observed[drawn] * np.log(observed[drawn] / (n * wanted[drawn]))).sum())
+    # P(n KL >= x) <= exp(-x) (e x / d)**d for x > d, with d + 1 cells: Agrawal, Finite-sample concentration of the
+    # multinomial in relative entropy, arXiv 1904.02291. Tests of scipy are approximations where cells are rare.
     return math.exp(degrees - x + degrees * math.log(x / degrees)) if x > degrees > 0 else 1.0
 
 
 def multinomial_power(n: int, cells: int, alarm: float = ALARM) -> float:
-    """A total variation that ``multinomial_p_value`` finds with 99 %, whatever the law; 1 if none.
-
-    ``n KL`` is at least ``2 n TV**2`` (Pinsker), with a deviation of about ``sqrt(2 n KL)``.
-    """
+    """A total variation that ``multinomial_p_value`` finds with 99 %, whatever the law; 1 if none."""
     degrees = max(cells - 1, 1)
     # Solves x - d - d log(x / d) = -log(alarm) for x > d: the bound above, inverted.
     critical = -degrees * lambertw(-math.exp(-1.0 + math.log(alarm) / degrees), -1).real
+    # n KL is at least 2 n TV**2 (Pinsker), with a deviation of about sqrt(2 n KL).
     needed = (Z_99 / math.sqrt(2.0) + math.sqrt(Z_99**2 / 2.0 + critical)) ** 2
     return min(1.0, math.sqrt(needed / (2.0 * n)))
 
@@ -57,10 +53,7 @@ def binomial_p_value(count: int, n: int, p: float) -> float:
 
 
 def binomial_power(n: int, p: float, alarm: float = ALARM) -> tuple[float, float]:
-    """The factors below and above 1 by which a probability must be wrong to be found with 99 %.
-
-    A factor below of -1 says that not even a probability of 0 would be found, one above of inf that not even 1 would.
-    """
+    """The factors below and above 1 by which a probability must be wrong to be found with 99 %; -1 or inf if never."""
     counts = range(n + 1)
     low = bisect.bisect_left(counts, alarm / 2.0, key=lambda count: bdtr(count, n, p)) - 1
     high = bisect.bisect_right(counts, -alarm / 2.0, key=lambda count: -bdtrc(count - 1, n, p))
@@ -102,11 +95,8 @@ def one_in(compared: int, what: str) -> str:
 
 
 def law(logits: Law, params: Params, semantics: Semantics) -> Law:
-    """The probability of every token of a row, float64 ``[V]``; all 0 where every token is masked.
-
-    NaN counts as -inf, and beside +inf only the +inf tokens count. Ties that ``semantics`` leaves open are settled for
-    the lowest id.
-    """
+    """The probability of every token of a row, float64 ``[V]``; all 0 where every token is masked."""
+    # Ties that ``semantics`` leaves open are settled for the lowest id; beside +inf only the +inf tokens count.
     x = np.where(np.isnan(logits), -np.inf, logits)
     top = x.max()
     if top == -np.inf:

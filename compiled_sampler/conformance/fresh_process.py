@@ -28,18 +28,8 @@ class ProcessEnded(RuntimeError):
 
 
 def call(function: Callable[[], T], limit_s: float, *, leads_group: bool = True) -> T:
-    """What a function returns in a new process.
-
-    Args:
-        function: that can be pickled, as its result.
-        limit_s: seconds for the answer, with the start of the process.
-        leads_group: whether all that the process starts ends with it, and interrupts from a terminal do not reach it.
-
-    Raises:
-        NotStarted: the system starts no process more.
-        ProcessEnded: there was no answer, or none in time.
-        Exception: what the function raised.
-    """
+    """What a function returns in a new process; both are pickled, and the limit counts the start of the process too."""
+    # With ``leads_group`` all that the process starts ends with it, and interrupts from a terminal do not reach it.
     # Files, not pipes: a process that does not read, or is not read from, blocks nobody.
     with tempfile.TemporaryFile() as request, tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as log:
         request.write(pickle.dumps(function))

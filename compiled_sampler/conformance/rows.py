@@ -193,16 +193,12 @@ def hard_rows(bench: Bench, rows: int, vocab_size: int, *, may_be_empty: bool = 
 
 
 def at_the_edge(bench: Bench, batch: Batch) -> Tensor:
-    """The rows with one logit moved to where one ulp of it decides whether its token is drawn, float32 ``[R, V]``.
-
-    The sampler under test is asked 32 times, by bisection, and half of the rows are left on either side. A row whose
-    token that logit cannot change is left as the bisection leaves it.
-    """
+    """The rows with one logit moved to where one ulp of it decides whether its token is drawn, float32 ``[R, V]``."""
     rows, vocab_size = batch.logits.shape
     tokens = torch.from_numpy(bench.rng.integers(0, vocab_size, rows))[:, None]
     largest = _key(torch.tensor([min(bench.semantics.largest_logit, 1e38)]))
     low, high = (-largest).repeat(rows), largest.repeat(rows)
-    for _ in range(32):
+    for _ in range(32):  # bisection; a row whose token that logit cannot change is left as it ends
         middle = (low + high) // 2
         moved = batch.logits.scatter(1, tokens, _float(middle)[:, None])
         wins = bench.sample(*batch._replace(logits=moved)) == tokens[:, 0]
@@ -231,11 +227,7 @@ class Work(NamedTuple):
 
 
 def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -> Work:
-    """Requests with 0 to 8 drafts from one of four drafters.
-
-    The drafters are the sampler itself, random ids of which some are no token, the argmax, and the sampler on other
-    logits, which shares the noise of the target.
-    """
+    """Requests with 0 to 8 drafts from one of four drafters."""
     generator = torch.Generator().manual_seed(int(bench.rng.integers(2**62)))
     params, seeds = hard_requests(bench, count, vocab_size, num_families)
     starts = torch.tensor(hard_positions(bench, count)).clamp(max=bench.semantics.largest_position - WIDTH)
@@ -251,6 +243,7 @@ def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -
     own = bench.sample(*rows)
     random_ids = torch.randint(-2, vocab_size + 2, (len(request),), generator=generator)
     likeliest, of_other = logits.nan_to_num(-torch.inf).argmax(-1), bench.sample(*rows._replace(logits=other))
+    # The sampler itself, ids of which some are no token, the argmax, the sampler on other logits and the same noise.
     drafters = torch.stack([own, random_ids, likeliest, of_other])
     drafts, judged = torch.full((count, WIDTH), -1), offset < num_drafts[request]
     drafter = torch.randint(len(drafters), (count,), generator=generator)[request]
@@ -260,18 +253,16 @@ def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -
 
 
 def strays(work: Work, verified: Verified) -> Tensor:
-    """Which requests did not commit, under match, what the sampler draws row after row; bool ``[N]``.
-
-    A request commits its own tokens up to the first that is not its draft. A token of -1, where a row has none, may be
-    counted as emitted or not.
-    """
+    """Which requests did not commit, under match, what the sampler draws row after row; bool ``[N]``."""
     wrong, tokens_of_rows, start = [], work.own.tolist(), 0
     for n, count in enumerate(work.drafted.num_drafts):
         own, start = tokens_of_rows[start : start + count + 1], start + count + 1
         drafts, accepted = work.drafted.drafts[n].tolist(), 0
+        # A request commits its own tokens up to the first that is not its draft.
         while accepted < len(own) - 1 and own[accepted] == drafts[accepted] != -1:
             accepted += 1
         emitted, tokens = int(verified.num_emitted[n]), verified.token_ids[n].tolist()
+        # A token of -1, where a row has none, may be counted as emitted or not.
         lengths = (accepted + 1, accepted) if own[accepted] < 0 else (accepted + 1,)
         fits = emitted in lengths and int(verified.num_accepted[n]) == accepted
         wrong.append(not fits or tokens[:emitted] != own[:emitted])

@@ -40,16 +40,7 @@ class Supported(NamedTuple):
 
 
 def check_supported(supported: Supported, version: str, find: Find | None = None) -> None:
-    """Raise unless an adapter fits a version of its engine.
-
-    Args:
-        supported: by the adapter.
-        version: the number of the engine.
-        find: gives what a name such as ``module:Class.method`` stands for; None looks at what is installed.
-
-    Raises:
-        ImportError: the version is too old, or something that is called differs.
-    """
+    """Raise ImportError unless an adapter fits a version of its engine; without ``find``, of what is installed."""
     engine, oldest, way_out, interface = supported
     if numbers(version) < numbers(oldest):
         raise ImportError(f"{engine} must be {oldest} or newer, got {version}; {way_out}")
@@ -59,12 +50,7 @@ def check_supported(supported: Supported, version: str, find: Find | None = None
 
 
 def differences(interface: Interface, find: Find) -> list[str]:
-    """The names of what is called or made that an engine does not have as it is expected.
-
-    Args:
-        interface: of the adapter.
-        find: looks into the engine.
-    """
+    """The names of what is called or made that an engine does not have as it is expected."""
     tables: list[tuple[Mapping[str, Any], Callable[[Any, Any], bool]]] = [
         (interface.parameters, _has_parameters),
         (interface.returns, _returns),
@@ -94,19 +80,11 @@ def wrapped(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]])
 
 @contextmanager
 def ends_process(variable: str) -> Iterator[None]:
-    """End the process where an adapter cannot be switched on, as its variable asks.
-
-    An engine that goes on behind an exception of a plugin would draw by a sampler that nobody asked for.
-
-    Args:
-        variable: of the environment.
-
-    Raises:
-        SystemExit: instead of ImportError and ValueError.
-    """
+    """End the process where an adapter cannot be switched on, as its environment variable asks."""
     try:
         yield
     except (ImportError, ValueError) as error:
+        # An engine that goes on behind an exception of a plugin would draw by a sampler that nobody asked for.
         raise SystemExit(f"{variable} is set, but {error}") from error
 
 

@@ -231,13 +231,10 @@ def chain_speculative_sampling(
 
 
 def base_2_logits(probs: Tensor) -> Tensor:
-    """The base-2 logarithm of each probability, float32 ``[R, V]``; -inf for 0 and less, NaN for NaN.
-
-    The logarithm is monotone, so the order stays. Of probabilities that differ by less than 1e-6 of themselves, some
-    become equal.
-    """
+    """The base-2 logarithm of each probability, float32 ``[R, V]``; -inf for 0 and less, NaN for NaN."""
     bits = probs.view(torch.int32)
     is_finite = (bits > 0) & (probs < float("inf"))
+    # Monotone, so the order stays; of probabilities that differ by less than 1e-6 of themselves, some become equal.
     t = log2_of_tensor(torch.where(is_finite, in_float64(probs), 1.0)).to(torch.float32)
     return torch.where(is_finite, t, torch.where((bits > 0) | probs.isnan(), probs, float("-inf")))
 

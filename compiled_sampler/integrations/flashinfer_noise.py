@@ -21,23 +21,7 @@ _SEEDS_OF_ROWS = 0x73656564  # a word of the counter that no noise uses
 def noise_of(
     seed: Number, offset: Number, generator: torch.Generator | None, count: int, device: torch.device, run: Run
 ) -> tuple[Tensor, Tensor]:
-    """Seeds and positions of rows, int64 ``[R]`` each.
-
-    One seed serves a batch: each row gets the hash of (seed, row). Of seeds by row each is hashed with row 0, so that
-    it means the same in every row, and in a batch of one.
-
-    Args:
-        seed: an int, or int64 or uint64 ``[1]`` or ``[R]``; None draws one from the generator.
-        offset: the position, of the type of the seed, in [0, 2**63).
-        generator: of the CPU; None for ``torch.default_generator``, which ``torch.manual_seed`` sets.
-        count: R.
-        device: of the rows.
-        run: how stages are run.
-
-    Raises:
-        RuntimeError: no seed in a capture, where it would be drawn once for all replays.
-        TypeError, ValueError: one of seed and offset alone, two types, a wrong tensor or number, another generator.
-    """
+    """Seeds and positions of rows, int64 ``[R]`` each: the offset is the position, and a generator draws a seed."""
     if generator is not None and not (isinstance(generator, torch.Generator) and generator.device.type == "cpu"):
         raise TypeError(
             f"generator must be a torch.Generator of the CPU, got {generator!r}; one of a device could not be read "
@@ -50,10 +34,13 @@ def noise_of(
     if seed is not None and generator is not None:
         raise ValueError("generator must be None beside a seed, got both; the seed and the offset are all the noise")
     if seed is None:
+        # One that is drawn in a capture would serve all replays.
         check_not_capturing(device, "seed and offset must be tensors inside a capture; each replay then reads them")
         seed, offset = new_seed(torch.default_generator if generator is None else generator), 0
     rows = torch.arange(count, device=device)
     seeds, positions = _words("seed", seed, count, device), _words("offset", offset, count, device)
+    # One seed serves a batch by the hash of (seed, row). Of seeds by row each is hashed with row 0, so that it means
+    # the same in every row, and in a batch of one.
     if isinstance(seed, Tensor) and seed.shape[0] == count:
         rows = torch.zeros_like(rows)
     return run(seeds_of_rows, seeds, rows), positions.expand(count).contiguous()

@@ -39,16 +39,7 @@ class SamplerForm:
         backend: str,
         longest: int,
     ) -> SamplerForm:
-        """The form that serves requests.
-
-        Args:
-            params: of each request.
-            vocab_size: V.
-            dtype: of logits.
-            device: of logits.
-            backend: of the sampler.
-            longest: positions of the longest request.
-        """
+        """The form that serves requests, the longest of which has ``longest`` positions."""
         reads_history = any(reading(each.edits) for each in params)
         history_len = _power(longest) if reads_history else 0
         return SamplerForm(vocab_size, _power(len(params)), device, dtype, backend, history_len, _sizes(params))
@@ -58,19 +49,12 @@ class SamplerPool:
     """Keeps idle samplers; one that is in use belongs to one call, so calls of several threads do not meet."""
 
     def __init__(self) -> None:
-        """Keep none."""
         self._idle: list[tuple[SamplerForm, Sampler]] = []
         self._lock = threading.Lock()
 
     @contextmanager
     def holding(self, form: SamplerForm, params: list[SamplingParams], prompts: list[list[int]]) -> Iterator[Holding]:
-        """A sampler of a form with requests in its slots, which are free again behind the block.
-
-        Args:
-            form: of the sampler.
-            params: of each request.
-            prompts: the tokens of each, which are read where its edits need them.
-        """
+        """A sampler of a form with requests in its slots, which are free again behind the block."""
         sampler, slots = self._taken(form), list[int]()
         try:
             for each, prompt in zip(params, prompts, strict=True):
@@ -109,7 +93,6 @@ class Holding:
 
 
 def _sizes(params: list[SamplingParams]) -> EditSizes:
-    """Room for the edits of every request."""
     least, stored = EditSizes(), [_counts(each) for each in params]
     biases, stops, words, longest, breakers = (max(column) for column in zip(*stored, strict=True))
     return EditSizes(

@@ -80,20 +80,7 @@ KNOWN = _HARMLESS | _READ | {*_NEUTRAL, *_NEUTRAL_FILTERS, *_PER_SEQUENCE}
 
 
 def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict[str, Any]:
-    """The parameters that ``generate`` of transformers would draw with, as arguments of ``SamplingParams``.
-
-    Args:
-        config: a GenerationConfig, or anything with its fields; one that is missing or None has the default of
-            ``generate``. ``renormalize_logits`` and fields of beams and lengths do not change the law of a token. Of an
-            object, as of a model's own ``generation_config.json``, other fields are passed over, as ``generate`` does;
-            in a mapping they are refused.
-        prompt_len: tokens of the prompt, which ``min_length`` counts.
-
-    Raises:
-        TypeError: None, or a path instead of what stands there.
-        ValueError: a field that changes the law in a way that the sampler does not have; one that ``generate`` does not
-            read, in a mapping or of a name that a request has.
-    """
+    """The parameters that ``generate`` of transformers would draw with, as arguments of ``SamplingParams``."""
     if config is None or isinstance(config, str | bytes | PathLike | Number | Sequence | Set):
         raise TypeError(
             f"generation_config must have the fields of a GenerationConfig, got {config!r}; "
@@ -102,6 +89,8 @@ def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict
     is_greedy = value_of(config, "do_sample", False) is not True
     check_refused(config, _NEUTRAL | _PER_SEQUENCE if is_greedy else _NEUTRAL | _NEUTRAL_FILTERS | _PER_SEQUENCE)
     is_object = not isinstance(config, Mapping)
+    # Of an object, as of a model's own ``generation_config.json``, fields that nobody knows are passed over, as
+    # ``generate`` does; in a mapping they are refused.
     names = _NOT_OF_GENERATE if is_object else [name for name in config if not str(name).startswith("_")]
     check_known(names, config, KNOWN, _UNREAD)
     stops = _ids(value_of(config, "eos_token_id", ()))

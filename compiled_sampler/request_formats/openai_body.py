@@ -76,20 +76,7 @@ _NEUTRAL_OPENAI: dict[str, tuple[tuple[object, ...], str]] = {
 
 
 def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters of a chat or completions request, as arguments of ``SamplingParams``.
-
-    Args:
-        body: with OpenAI's fields, and every parameter of ``SamplingParams`` but ``eos_token_id`` by its own name, as
-            vLLM and llama.cpp have some; -1 too switches ``top_k`` and ``top_n_sigma`` off, and is no ``seed``.
-            llama.cpp's ``dry_penalty_last_n`` is ``dry_range``, where -1 looks at all tokens; breakers of DRY are token
-            ids. A mapping ``vllm_xargs`` may hold fields too. None is a field that is not set. Fields of the engine,
-            from ``model`` to ``max_tokens`` and ``logprobs``, are passed over.
-
-    Raises:
-        TypeError: no mapping; stop tokens that are no ints.
-        ValueError: a field that the sampler does not have; ``stop`` as text; more than one choice; a ``tool_choice``
-            or a strict tool, which is a grammar's matter.
-    """
+    """The parameters of a chat or completions request, as arguments of ``SamplingParams``."""
     if not isinstance(body, Mapping):
         raise TypeError(f"body must be a mapping, got {body!r}; json.loads(text)")
     fields = _given_fields(body)
@@ -107,23 +94,13 @@ def openai_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_tools(tools: object) -> None:
-    """Raise where the arguments of a tool must follow its schema; what is no list of tools is the engine's matter.
-
-    Raises:
-        ValueError: a tool with ``strict``.
-    """
+    """Raise where the arguments of a tool must follow its schema; what is no list of tools is the engine's matter."""
     for tool in tools if isinstance(tools, Sequence) else ():
         for holder in (tool, value_of(tool, "function", {})):
             check_neutral(holder, {"strict": (False,)}, f"in tools: {_GRAMMAR}")
 
 
 def _stops(stop: object) -> list[object]:
-    """The token ids of ``stop``: one, or several.
-
-    Raises:
-        TypeError: no ints.
-        ValueError: text.
-    """
     stops: list[object] = [stop] if isinstance(stop, str | Integral) else _sequence("stop", stop)
     if any(isinstance(each, str) for each in stops):
         raise ValueError(f"stop must be token ids, got {stop!r}; the engine must look for text, a sampler sees none")
@@ -133,11 +110,6 @@ def _stops(stop: object) -> list[object]:
 
 
 def _sequence(name: str, values: object) -> list[object]:
-    """The values of a sequence.
-
-    Raises:
-        TypeError: something else.
-    """
     words = f"{name} must be a sequence of ints, got {values!r}; [id, ...]"
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise TypeError(words)
@@ -148,12 +120,7 @@ def _sequence(name: str, values: object) -> list[object]:
 
 
 def _given_fields(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are set and not the engine's, those in ``vllm_xargs`` among them.
-
-    Raises:
-        TypeError: ``vllm_xargs`` is no mapping.
-        ValueError: a field is set twice.
-    """
+    """The fields that are set, to more than None, and not the engine's; those in ``vllm_xargs`` among them."""
     given = {name: value for name, value in body.items() if value is not None and name not in _ENGINES}
     further = given.pop("vllm_xargs", {})
     if not isinstance(further, Mapping):

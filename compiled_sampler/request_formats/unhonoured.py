@@ -7,21 +7,13 @@ from typing import Any
 
 
 def check_refused(holder: Any, refused: Mapping[str, tuple[tuple[object, ...], str]]) -> None:
-    """Raise unless fields ask for nothing, each with the values that do and a way out.
-
-    Raises:
-        ValueError: a field that asks for something.
-    """
+    """Raise unless fields ask for nothing, each with the values that do and a way out."""
     for name, (values, way_out) in refused.items():
         check_neutral(holder, {name: values}, way_out)
 
 
 def check_neutral(holder: Any, neutral: Mapping[str, tuple[object, ...]], way_out: str) -> None:
-    """Raise unless fields have values that ask for nothing; all have one way out.
-
-    Raises:
-        ValueError: a field that asks for something.
-    """
+    """Raise unless fields have values that ask for nothing; all have one way out."""
     for name, values in neutral.items():
         value = value_of(holder, name, None)
         if value is not None and value not in values and _as_tuple(value) not in values:
@@ -35,11 +27,7 @@ def _as_tuple(value: object) -> object:
 
 
 def check_known(names: Iterable[str], holder: Any, known: Collection[str], way_out: str) -> None:
-    """Raise where a field is set that nobody reads.
-
-    Raises:
-        ValueError: the first such field, by name.
-    """
+    """Raise where a field is set that nobody reads."""
     unread = sorted((name for name in names if name not in known and value_of(holder, name, None) is not None), key=str)
     if unread:
         raise ValueError(f"{unread[0]} must be left out, got {value_of(holder, unread[0], None)!r}; {way_out}")

@@ -53,11 +53,9 @@ def hard_logits(rows: int, vocab_size: int, seed: int) -> Tensor:
 
 
 def weighted(rows: int, vocab_size: int, seed: int, favourites: Tensor) -> Tensor:
-    """Probabilities, up to a factor: float32 ``[rows, V]`` in ``[0, 1]``, peaked at ``favourites``, int64 ``[rows]``.
-
-    A third of the tokens has none, and every seventh row has none at all.
-    """
+    """Probabilities up to a factor: float32 ``[rows, V]`` in ``[0, 1]``, peaked at ``favourites``, int64 ``[rows]``."""
     words = hashed(rows * vocab_size, seed).view(rows, vocab_size)
+    # A third of the tokens has none, and every seventh row has none at all.
     p = torch.where(words % 3 == 0, 0, words >> 16).to(torch.float32) * (2.0**-17 / vocab_size)
     p[torch.arange(rows), favourites] = (1.0 + (words[:, 0] & 3).to(torch.float32)) * 2.0**-3
     p[6::7] = 0.0

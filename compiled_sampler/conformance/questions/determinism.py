@@ -24,14 +24,11 @@ Others = Callable[[Bench, Batch], Iterator[tuple[str, Tensor]]]
 def same_tokens(
     name: str, text: str, ways: int, *, whole_calls: bool = False, batches: int | None = None
 ) -> Callable[[Others], Others]:
-    """Registers other ways, so many of them, as a question: does each give the tokens of the plain call?
-
-    ``whole_calls`` are repeated as they are, which samplers of one seed a call promise too.
-    """
+    """Registers other ways, so many of them, as a question: does each give the tokens of the plain call?"""
 
     def register(others: Others) -> Others:
         def compared(bench: Bench) -> Finding:
-            if whole_calls:
+            if whole_calls:  # repeated as they are, which samplers of one seed a call promise too
                 bench.needs(bench.semantics.seeds != "none", "seeds='none'")
             else:
                 bench.needs_row_seeds()

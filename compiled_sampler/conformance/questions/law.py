@@ -63,13 +63,11 @@ def follows_law(bench: Bench, cases: list[tuple[Tensor, Params]], draws: int) ->
 
 
 def law_p_value(counts: NDArray[np.int64], probabilities: Law) -> float:
-    """The smaller p-value of two tests: of all tokens, and of the likeliest tokens of half the mass against the rest.
-
-    The second one has two cells, and finds a smaller bias between likely and unlikely tokens.
-    """
+    """The smaller p-value of two tests: of all tokens, and of the likeliest of half the mass against the rest."""
     ids = np.argsort(-probabilities, kind="stable")
     likely = ids[probabilities[ids].cumsum() - probabilities[ids] < 0.5]
     share = min(1.0, float(probabilities[likely].sum()))
+    # With two cells it finds a smaller bias between likely and unlikely tokens.
     halves = binomial_p_value(int(counts[likely].sum()), int(counts.sum()), share)
     return min(multinomial_p_value(counts, probabilities), halves)
 

@@ -48,13 +48,10 @@ MOST_REQUESTS, ROWS_OF_A_REQUEST = 20_000, 5
 
 
 def paths_of(bench: Bench, vocab_size: int) -> dict[str, Bench]:
-    """A bench for each of the other samplers that promise the same tokens, by name.
-
-    One whose target has an attribute ``short_on``, a type of device, takes long to prepare on others, where it is left
-    to runs of ``VERY_MANY_ROWS``.
-    """
+    """A bench for each of the other samplers that promise the same tokens, by name."""
     targets = bench.method("paths", vocab_size)()
     if bench.effort.rows < VERY_MANY_ROWS:
+        # A target that is ``short_on`` one type of device takes long to prepare on others.
         here = bench.device.type
         targets = {name: target for name, target in targets.items() if getattr(target, "short_on", here) == here}
     if not targets:

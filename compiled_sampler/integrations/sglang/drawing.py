@@ -14,17 +14,9 @@ from compiled_sampler.integrations.sglang.row_arguments import drawn_positions, 
 
 
 class CompiledSampler(stock.Sampler):  # type: ignore[misc]
-    """Draws by ``functional.sample``: parameters, seeds and positions are rows of SGLang's tensors.
-
-    Args:
-        backend: of ``compiled_sampler.functional``.
-
-    Raises:
-        ValueError: the engine is made for something that the adapter does not have.
-    """
+    """Draws by ``functional.sample``: parameters, seeds and positions are rows of SGLang's tensors."""
 
     def __init__(self, backend: str) -> None:
-        """Check the engine."""
         super().__init__()
         self._backend = backend
         algorithm = get_spec().speculative_algorithm
@@ -44,24 +36,11 @@ class CompiledSampler(stock.Sampler):  # type: ignore[misc]
         return_logprob: bool,
         top_logprobs_nums: list[int],
         token_ids_logprobs: list[Any],
-        positions: Tensor,
+        positions: Tensor,  # of the last token that each row read
         *,
-        logprob_logits: Tensor | None = None,
+        logprob_logits: Tensor | None = None,  # where a watermark has changed the others
     ) -> Tensor:
-        """One token for every row, int32 ``[B]``; a row without any token gets 0, as SGLang's argmax gives.
-
-        Args:
-            logits_output: SGLang's LogitsProcessorOutput, to which logprobs and the sampling mask are written.
-            sampling_info: its SamplingBatchInfo, with seeds.
-            return_logprob: whether a row wants logprobs.
-            top_logprobs_nums: of each row.
-            token_ids_logprobs: of each row.
-            positions: int64 or int32 ``[B]``, of the last token that each row read.
-            logprob_logits: ``[B, V]`` for logprobs, where a watermark has changed the others.
-
-        Raises:
-            RuntimeError: rows that draw have no seeds.
-        """
+        """One token for every row, int32 ``[B]``; a row without any token gets 0, as SGLang's argmax gives."""
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
         arguments = law_arguments(sampling_info)
         drawn = functional.sample(
@@ -91,11 +70,7 @@ class CompiledSampler(stock.Sampler):  # type: ignore[misc]
 
 
 def _seeds(info: Any, logits: Tensor) -> Tensor:
-    """The seed of each row, int64 ``[B]``; zeros where all are greedy.
-
-    Raises:
-        RuntimeError: there are none.
-    """
+    """The seed of each row, int64 ``[B]``; zeros where all are greedy."""
     if info.sampling_seed is not None:
         return info.sampling_seed  # type: ignore[no-any-return]
     if not info.is_all_greedy:
@@ -104,9 +79,7 @@ def _seeds(info: Any, logits: Tensor) -> Tensor:
 
 
 def _logprobs(logits: Tensor, info: Any) -> Tensor:
-    """The logprobs that SGLang returns, float32 ``[B, V]``: of the temperature, without filters, row by row.
-
-    SGLang leaves the temperature out where all rows of a batch are greedy; here a row's logprobs are its own.
-    """
+    """The logprobs that SGLang returns, float32 ``[B, V]``: of the temperature, without filters, row by row."""
+    # SGLang leaves the temperature out where all rows of a batch are greedy; here a row's logprobs are its own.
     scaled = logits if stock.SGLANG_RETURN_ORIGINAL_LOGPROB else logits / info.temperatures
     return torch.log_softmax(scaled, -1, dtype=torch.float32)

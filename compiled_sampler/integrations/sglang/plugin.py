@@ -24,11 +24,8 @@ _BACKEND: list[str] = []
 
 
 def load() -> None:
-    """What SGLang calls in each of its processes: ``install`` as the environment variable says, if it is set.
-
-    Raises:
-        SystemExit: ``install`` would raise. SGLang logs an exception of a plugin and goes on, with its own sampler.
-    """
+    """What SGLang calls in each of its processes: ``install`` as the environment variable says, if it is set."""
+    # SGLang would log an exception of a plugin and go on, with its own sampler.
     with ends_process(VARIABLE):
         backend = from_text(os.environ.get(VARIABLE, ""))
         if backend is not None:
@@ -66,20 +63,13 @@ def _install(backend: str) -> None:
 
 
 def _made() -> Any:
-    """What SGLang draws with."""
     from compiled_sampler.integrations.sglang.drawing import CompiledSampler
 
     return CompiledSampler(_BACKEND[0])
 
 
 def with_seeds(info: Any, _: Any, batch: Any, vocab_size: int) -> None:
-    """Set the seeds of a batch that SGLang gave none, as it does unless its mode is deterministic.
-
-    Args:
-        info: its SamplingBatchInfo, which is changed.
-        batch: its ScheduleBatch.
-        vocab_size: V, which is not read.
-    """
+    """Set the seeds of a batch that SGLang gave none, as it does unless its mode is deterministic."""
     from sglang.srt.runtime_context import get_device, get_exec
 
     if info.sampling_seed is None and get_exec().kernel.sampling_backend in (NAME, DETERMINISTIC):
@@ -89,11 +79,6 @@ def with_seeds(info: Any, _: Any, batch: Any, vocab_size: int) -> None:
 
 
 def request_seed(request: Any, salt: int) -> int:
-    """The seed of a request, in [-2**63, 2**63): its own, or of its id.
-
-    Args:
-        request: SGLang's.
-        salt: the engine's ``random_seed``.
-    """
+    """The seed of a request, in [-2**63, 2**63): its own, or of its id."""
     given = request.sampling_params.sampling_seed
     return int(given) if given is not None else as_int64(seed_of(request.rid, salt))

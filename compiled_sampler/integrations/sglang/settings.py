@@ -9,11 +9,7 @@ VARIABLE = "COMPILED_SAMPLER_SGLANG"
 
 
 def from_text(text: str) -> str | None:
-    """The backend that an environment variable names; None for ``0`` and for nothing.
-
-    Raises:
-        ValueError: neither ``1`` nor a backend.
-    """
+    """The backend that an environment variable names; None for ``0`` and for nothing."""
     if text in ("", "0"):
         return None
     if text == "1":

@@ -51,5 +51,5 @@ SUPPORTED = Supported("SGLang", OLDEST, f"install a version from {OLDEST} to {NE
 
 
 def check_version(version: str, find: Find | None = None) -> None:
-    """Raise unless the adapter fits a version of SGLang; arguments and errors as ``check_supported``."""
+    """Raise ImportError unless the adapter fits a version of SGLang."""
     check_supported(SUPPORTED, version, find)

@@ -17,39 +17,25 @@ FULL = MODES[-1]
 
 
 class CompiledSamplingBackend(SamplingBackend):  # type: ignore[misc]
-    """Draws by the rule of the position; drafts are verified by ``match``, which keeps the tokens of plain decoding.
-
-    Args:
-        config: TokenSpeed's SamplingBackendConfig.
-
-    Attributes:
-        backend: of ``compiled_sampler.functional``; the plugin makes a class for each.
-
-    Raises:
-        ValueError: the engine is made for something that the adapter does not have.
-    """
+    """Draws by the rule of the position; drafts are verified by ``match``, which keeps the tokens of plain decoding."""
 
     _HAS_POOL_STATE = True
     supports_tree_verify = False
-    backend = "auto"
+    backend = "auto"  # of ``compiled_sampler.functional``; the plugin makes a class for each
 
     def __init__(self, config: Any) -> None:
-        """Allocate what stays at its address: parameters by pool index, and ones."""
         if config.enable_speculative_sampling:
             raise ValueError("enable_speculative_sampling must be off, got on; drafts are verified by match here")
         super().__init__(config)
+        # Graphs read the tensors of these two, so they stay at their address.
         self._pools = RequestPools(config.max_req_pool_size + 1, config.vocab_size, config.device)
         self._ones = torch.ones(config.max_bs, dtype=torch.int32, device=config.device)
         self._mode = FULL
         self._lengths: Tensor | None = None
 
     def bind_lengths(self, lengths: Tensor) -> None:
-        """Read the tokens of each request of a prefill here; ``sampling_info`` has those before the step alone.
-
-        Args:
-            lengths: int32 ``[max B]``, rewritten by the engine in each step.
-        """
-        self._lengths = lengths
+        """Read the tokens of each request of a prefill here: int32 ``[max B]``, which the engine rewrites each step."""
+        self._lengths = lengths  # ``sampling_info`` has those before the step alone
 
     def _reset_slot(self, pool_idx: int, sp: Any) -> None:
         self._pools.put(pool_idx, sp)
@@ -63,11 +49,7 @@ class CompiledSamplingBackend(SamplingBackend):  # type: ignore[misc]
         self._mode = FULL
 
     def prepare_capture_variant(self, bs: int, num_tokens_per_req: int, variant: str) -> None:
-        """Take the mode of a variant.
-
-        Raises:
-            ValueError: an unknown variant.
-        """
+        """Take the mode of a variant."""
         if variant not in self.cuda_graph_capture_variants(num_tokens_per_req):
             raise ValueError(f"variant must be one of {(CUDA_GRAPH_VARIANT_DEFAULT, *MODES[:-1])}, got {variant!r}")
         self._mode = FULL if variant == CUDA_GRAPH_VARIANT_DEFAULT else variant
@@ -81,11 +63,7 @@ class CompiledSamplingBackend(SamplingBackend):  # type: ignore[misc]
         return CUDA_GRAPH_VARIANT_DEFAULT if self._mode == FULL else self._mode
 
     def sample(self, logits_output: Any, sampling_info: Any) -> tuple[Tensor, Tensor]:
-        """The first token of each request behind its prompt, int32 ``[B]``, and ones.
-
-        Raises:
-            RuntimeError: nobody has bound the lengths.
-        """
+        """The first token of each request behind its prompt, int32 ``[B]``, and ones."""
         logits = self._masked(logits_output, sampling_info)
         if self._lengths is None:
             raise RuntimeError("lengths must be bound before a prefill is drawn from; load the plugin")
@@ -96,21 +74,11 @@ class CompiledSamplingBackend(SamplingBackend):  # type: ignore[misc]
         return token_ids, self._ones[:count]
 
     def verify(self, logits_output: Any, sampling_info: Any, candidates: Tensor, *, tree: Any) -> tuple[Tensor, Tensor]:
-        """The accepted drafts of each request and one token more, int32 ``[B * N]``, and how many these are ``[B]``.
-
-        Args:
-            logits_output: TokenSpeed's, with ``[B * N, >=V]`` logits.
-            sampling_info: its SamplingBatchInfo.
-            candidates: integers ``[B, N]``: the last token of each request, then its drafts.
-            tree: None; trees are refused where the engine starts.
-
-        Raises:
-            NotImplementedError: a tree.
-        """
+        """The accepted drafts of each request and one token more, int32 ``[B * N]``, and how many these are ``[B]``."""
         if tree is not None:
             raise NotImplementedError("tree must be None; drafts are a chain here")
         logits = self._masked(logits_output, sampling_info)
-        count, width = candidates.shape
+        count, width = candidates.shape  # the last token of each request, then its drafts
         positions = drawn_positions(self._offsets_pool_for_kernels(sampling_info), _indices(sampling_info, count))
         if width == 1:
             token_ids = self._drawn(logits, sampling_info, positions)[:, None]
@@ -152,15 +120,9 @@ class CompiledSamplingBackend(SamplingBackend):  # type: ignore[misc]
 
 
 def drawn_positions(cached: Tensor, indices: Tensor) -> Tensor:
-    """The position of the first token that each request of a decode may draw, ``[B]``.
-
-    Here alone lengths of TokenSpeed become positions of the sampler. It counts the tokens that were read before a step;
-    a decode reads the last token at that position, and draws the next.
-
-    Args:
-        cached: integers by pool index.
-        indices: int64 ``[B]``, pool indices.
-    """
+    """The position of the first token that each request of a decode may draw, ``[B]``."""
+    # Here alone lengths of TokenSpeed become positions of the sampler. ``cached`` counts, by pool index, the tokens
+    # that were read before a step; a decode reads the last token at that position, and draws the next.
     return cached.index_select(0, indices) + 1
 
 

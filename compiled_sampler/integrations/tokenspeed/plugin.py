@@ -20,12 +20,8 @@ _WRAPPED: list[tuple[Any, str, Any]] = []
 
 
 def load() -> None:
-    """What TokenSpeed calls in each of its processes: ``install`` as the environment variable says, if it is set.
-
-    Raises:
-        SystemExit: ``install`` would raise. TokenSpeed warns of an exception of a plugin and goes on, with its own
-            backend.
-    """
+    """What TokenSpeed calls in each of its processes: ``install`` as the environment variable says, if it is set."""
+    # TokenSpeed would warn of an exception of a plugin and go on, with its own backend.
     with ends_process(VARIABLE):
         settings = from_text(os.environ.get(VARIABLE, ""))
         if settings is not None:

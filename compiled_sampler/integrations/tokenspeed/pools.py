@@ -27,16 +27,9 @@ _COLUMNS: dict[str, tuple[torch.dtype, float]] = {
 
 
 class RequestPools:
-    """The parameters of the request that each pool index stands for.
-
-    Args:
-        count: pool indices.
-        vocab_size: V.
-        device: of the tensors.
-    """
+    """The parameters of the request that each pool index stands for."""
 
     def __init__(self, count: int, vocab_size: int, device: Any) -> None:
-        """Hold greedy requests."""
         self._columns = {
             name: torch.full((count,), value, dtype=dtype, device=device) for name, (dtype, value) in _COLUMNS.items()
         }
@@ -44,15 +37,7 @@ class RequestPools:
         self._covering = [frozenset(MODES)] * count
 
     def put(self, index: int, params: Any) -> None:
-        """Set the parameters of a pool index.
-
-        Args:
-            index: TokenSpeed's.
-            params: its SamplingParams, with a seed.
-
-        Raises:
-            ValueError: a number out of range.
-        """
+        """Set the parameters of a pool index: of a request with a seed."""
         checked = sampler_params(params)
         values = (checked.temperature, checked.top_k, checked.top_p, checked.min_p, as_int64(int(params.seed)))
         for column, value in zip(self._columns.values(), values, strict=True):
@@ -65,23 +50,12 @@ class RequestPools:
         return next(name for name in MODES if name in covering)
 
     def rows(self, indices: Tensor) -> dict[str, Tensor]:
-        """The arguments of ``functional.sample`` for rows.
-
-        Args:
-            indices: int64 ``[B]``, pool indices on the device.
-        """
+        """The arguments of ``functional.sample`` for pool indices, int64 ``[B]`` on the device."""
         return {name: column.index_select(0, indices) for name, column in self._columns.items()}
 
 
 def sampler_params(params: Any) -> SamplingParams:
-    """TokenSpeed's parameters as those of a sampler.
-
-    Args:
-        params: TokenSpeed's.
-
-    Raises:
-        ValueError: a number out of range.
-    """
+    """TokenSpeed's parameters as those of a sampler."""
     return SamplingParams(
         temperature=max(float(params.temperature), LEAST_TEMPERATURE),
         top_k=int(params.top_k),
@@ -96,10 +70,6 @@ UNSUPPORTED = ("frequency_penalty", "presence_penalty", "repetition_penalty", "l
 
 
 def unsupported(features: Iterable[str]) -> str | None:
-    """What a request asks for that it cannot have, in one line; None for nothing.
-
-    Args:
-        features: its names, as TokenSpeed gives them.
-    """
+    """What a request asks for that it cannot have, in one line; None for nothing."""
     wanted = sorted(set(features) & set(UNSUPPORTED))
     return f"{', '.join(wanted)} must be left out; the adapter of compiled_sampler has none" if wanted else None

@@ -15,21 +15,12 @@ PLACES = ("greedy", "flashinfer", "flashinfer_full", "triton", "triton_full")
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``install`` was told.
-
-    Args:
-        instead_of: a name of TokenSpeed's command line that stands for this library; None for none.
-        backend: of ``compiled_sampler.functional``.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """What ``install`` was told."""
 
     instead_of: str | None = None
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        """Check every field."""
         if self.instead_of is not None:
             check_choice("instead_of", self.instead_of, PLACES, "None takes no name")
         check_choice("backend", self.backend, BACKENDS, "leave it out")
@@ -41,11 +32,7 @@ class Settings:
 
 
 def from_text(text: str) -> Settings | None:
-    """The settings that an environment variable holds; None for ``0`` and for nothing.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """The settings that an environment variable holds; None for ``0`` and for nothing."""
     if text in ("", "0"):
         return None
     place, _, backend = text.partition(",")

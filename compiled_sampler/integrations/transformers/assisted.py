@@ -79,29 +79,14 @@ def seeded_assisted(
 
 
 class _Passes:
-    """Forward passes over drafts, each of which moves every sequence on by the same number of tokens.
-
-    Args:
-        model: of the call.
-        forward: its forward pass.
-        steps: verify the drafts.
-        text: takes the tokens.
-        record: takes what is returned beside them.
-    """
+    """Forward passes over drafts, each of which moves every sequence on by the same number of tokens."""
 
     def __init__(self, model: Any, forward: Callable[..., Any], steps: Steps, text: Text, record: Record) -> None:
-        """Keep the parts; ``begin`` makes the drafters."""
         self._model, self._forward, self._steps, self._text, self._record = model, forward, steps, text, record
         self._drafters: list[drafts.Drafter] = []
 
     def begin(self, batch: Batch, most_new: int, make: Callable[[int | None], drafts.Make]) -> None:
-        """Make a drafter for every sequence, behind its first token.
-
-        Args:
-            batch: of the call.
-            most_new: tokens that may be drawn for a sequence.
-            make: the candidate generator for a seed.
-        """
+        """Make a drafter for every sequence, behind its first token."""
         first = self._text.token_ids[:, -1].tolist()
         for prompt, token, seed in zip(batch.prompts, first, self._steps.seeds, strict=True):
             most, device = len(prompt) + most_new, self._text.token_ids.device
@@ -133,14 +118,7 @@ class _Passes:
         return {**inputs, **({"logits_to_keep": width + 1} if "logits_to_keep" in inputs else {})}
 
     def _take(self, token_ids: Tensor, counts: list[int], raw: Tensor, laws: list[Tensor]) -> int:
-        """Append columns while every sequence that goes on has a token there; how many were.
-
-        Args:
-            token_ids: int64 ``[B, K+1]``, -1 behind the last token of each.
-            counts: tokens of each sequence.
-            raw: ``[B, K+1, V]``, the model's logits.
-            laws: float32 ``[B, V]`` of each column, if wanted.
-        """
+        """Append columns while every sequence that goes on has a token there; how many were."""
         column = 0
         while not self._text.is_finished and (column == 0 or self._have_all(counts, column)):
             self._record.add(logits=raw[:, column], **({"scores": laws[column]} if laws else {}))
@@ -165,18 +143,13 @@ def _candidates(token_ids: Tensor, proposals: list[list[int]], width: int) -> Te
 def _maker(
     generation_config: Any, assistant_model: Any, drawing: dict[str, Any]
 ) -> Callable[[int | None], drafts.Make]:
-    """The candidate generator for the seed of a sequence."""
     if assistant_model is None:
         return lambda seed: drafts.prompt_lookup(generation_config)
     return lambda seed: drafts.assistant(assistant_model, generation_config, {**drawing, "seeds": [seed]})
 
 
 def _check_assisted(generation_config: Any, assistant_model: Any, synced_gpus: bool, model_kwargs: Any) -> None:
-    """Raise unless there are drafts to verify and a cache to keep them in.
-
-    Raises:
-        ValueError: there are not, or something is asked for that needs one token in each pass.
-    """
+    """Raise unless there are drafts to verify and a cache to keep them in."""
     if assistant_model is None and generation_config.prompt_lookup_num_tokens is None:
         raise ValueError(
             "assistant_model or prompt_lookup_num_tokens must be given, got neither; generate does not hand an "
@@ -192,11 +165,7 @@ def _check_assisted(generation_config: Any, assistant_model: Any, synced_gpus: b
 
 
 def _begin_recording(cache: Any) -> None:
-    """Have a cache keep what a window would drop, so that drafts can be taken back.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Have a cache keep what a window would drop, so that drafts can be taken back."""
     if not getattr(cache, "is_croppable", True):
         raise ValueError(
             f"the cache must be one that can be cropped, got {type(cache).__name__}; use custom_generate=sample"

@@ -20,18 +20,9 @@ Make = Callable[[Tensor, int], Generator]
 
 
 class Drafter:
-    """Drafts for one sequence. Its text is what was emitted for it, also where the batch has not taken all of it.
-
-    Args:
-        prompt: its tokens, without padding.
-        most: tokens that the text may have in the end.
-        make: its candidate generator, made at the first use.
-        vocab_size: V of the target; drafts end before an id that it cannot draw, which its embedding may not have.
-        device: of the model.
-    """
+    """Drafts for one sequence. Its text is what was emitted for it, also where the batch has not taken all of it."""
 
     def __init__(self, prompt: list[int], most: int, make: Make, vocab_size: int, device: torch.device) -> None:
-        """Begin with the prompt."""
         self._text, self._taken, self._most = list(prompt), len(prompt), most
         self._make, self._vocab_size, self._device = make, vocab_size, device
         self._generator: Generator = None
@@ -45,12 +36,7 @@ class Drafter:
         return (known + candidates)[: self._most - self._taken - 1]
 
     def learn(self, emitted: list[int], logits: Tensor) -> None:
-        """Keep what was emitted behind the tokens that were taken, and tell the generator how it did.
-
-        Args:
-            emitted: by the verification of what ``propose`` returned, or a first token.
-            logits: ``[k + 1, V]``, of the rows of the drafts.
-        """
+        """Keep what was emitted behind the tokens that were taken, and tell the generator how it did."""
         self._text = self._text[: self._taken] + emitted
         if self._num_candidates:
             matches = min(max(0, len(emitted) - 1 - self._num_known), self._num_candidates)
@@ -64,6 +50,7 @@ class Drafter:
     def _candidates(self) -> list[int]:
         if self._generator is None:
             self._generator = self._make(self._ids(), self._most)
+        # The embedding may not have an id that the target cannot draw.
         found: list[int] = self._generator.get_candidates(self._ids())[0][0].tolist()
         return list(takewhile(lambda token: token < self._vocab_size, found[len(self._text) :]))
 
@@ -86,19 +73,12 @@ def prompt_lookup(generation_config: Any) -> Make:
 
 
 def assistant(assistant_model: Any, generation_config: Any, drawing: dict[str, Any]) -> Make:
-    """Candidates of a smaller model, drawn on the noise of the sequence, so that it proposes what the target will draw.
-
-    Args:
-        assistant_model: of the same vocabulary.
-        generation_config: of the call.
-        drawing: arguments of ``generate`` for the assistant: ``custom_generate``, ``seeds``, ``sampler_backend``,
-            ``vocab_size`` of the target.
-    """
+    """Candidates of a smaller model, drawn on the noise of the sequence, so it proposes what the target will draw."""
 
     def made(input_ids: Tensor, most: int) -> Generator:
         config = copy.copy(generation_config)
         config.max_length = most
-        given = {"attention_mask": torch.ones_like(input_ids), **drawing}
+        given = {"attention_mask": torch.ones_like(input_ids), **drawing}  # for ``generate`` of the assistant
         return AssistedCandidateGenerator(input_ids, assistant_model, config, given)
 
     return made

@@ -33,31 +33,19 @@ _DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "specu
 
 
 def first_positions(input_ids: Tensor, model_kwargs: dict[str, Any], generation_config: Any) -> Tensor:
-    """The position of the first token that is drawn in each sequence, int64 ``[B]``: the tokens before it, no padding.
-
-    Here alone positions of transformers become those of the sampler. ``position_ids`` are of input tokens, the last one
-    of a prompt is at ``n - 1``; the sampler's are of drawn ones, the first of which is at ``n``.
-
-    Args:
-        input_ids: int64 ``[B, T]``, with padding anywhere but behind the last token.
-        model_kwargs: with ``attention_mask``, ``[B, T]`` or longer where a cache or embeddings hold what is before;
-            None where no token is padding.
-        generation_config: with the length of a mask that ``generate`` left out, if it keeps it.
-    """
-    mask: Tensor | None = model_kwargs.get("attention_mask")
+    """The position of the first token that each sequence draws, int64 ``[B]``: the tokens before it, no padding."""
+    # Here alone positions of transformers become those of the sampler. ``position_ids`` are of input tokens, the last
+    # one of a prompt is at ``n - 1``; the sampler's are of drawn ones, the first of which is at ``n``.
+    mask: Tensor | None = model_kwargs.get("attention_mask")  # longer where a cache or embeddings hold what is before
     if mask is not None:
         return mask.to(input_ids.device).ne(0).sum(-1)
+    # ``generate`` may keep the length of a mask that it left out.
     length = max(input_ids.shape[1], getattr(generation_config, "_mask_length", 0))
     return torch.full((input_ids.shape[0],), length, dtype=torch.int64, device=input_ids.device)
 
 
 def prompt_tokens(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
-    """The tokens that the mask marks in each row; of a prompt that is not all in ``input_ids``, those that are.
-
-    Args:
-        input_ids: int64 ``[B, T]``, with padding anywhere.
-        model_kwargs: as in ``first_positions``.
-    """
+    """The tokens that the mask marks in each row; of a prompt that is not all in ``input_ids``, those that are."""
     rows: list[list[int]] = input_ids.tolist()
     mask: Tensor | None = model_kwargs.get("attention_mask")
     if mask is None:
@@ -75,18 +63,7 @@ def parameters(
     seeds: Sequence[int | None] | None,
     positions: Sequence[int],
 ) -> tuple[list[SamplingParams], LogitsProcessorList]:
-    """The parameters of each sequence, and the processors that stay what they are and run before the sampler's edits.
-
-    Args:
-        generation_config: as ``generate`` prepared it.
-        processors: as ``generate`` made them, with those of the caller.
-        seeds: of each sequence; None draws them.
-        positions: of the first token of each.
-
-    Raises:
-        TypeError: seeds of a wrong type.
-        ValueError: a wrong number of seeds; a field of the config that the sampler does not have; a processor twice.
-    """
+    """The parameters of each sequence, and the processors that stay as they are and run before the sampler's edits."""
     config, others = _with_own(generation_config, processors)
     config.stop_strings = config.num_return_sequences = None  # are a criterion of generate, and rows of input_ids
     made = [SamplingParams.from_generation_config(config, prompt_len=length) for length in positions]
@@ -95,16 +72,7 @@ def parameters(
 
 
 def check_loop(model: Any, generation_config: Any, drafts_are_known: bool) -> None:
-    """Raise unless a loop can do what a call of ``generate`` asks for.
-
-    Args:
-        model: must be a decoder.
-        generation_config: as ``generate`` prepared it.
-        drafts_are_known: whether the loop verifies drafts.
-
-    Raises:
-        ValueError: an encoder, or drafts for a loop that verifies none.
-    """
+    """Raise unless a loop, which may know how to verify drafts, can do what a call of ``generate`` asks for."""
     if model.config.is_encoder_decoder:
         raise ValueError("model must be a decoder alone, got one with an encoder; leave out custom_generate")
     for name in _DRAFTS[1:] if drafts_are_known else _DRAFTS:
@@ -115,11 +83,7 @@ def check_loop(model: Any, generation_config: Any, drafts_are_known: bool) -> No
 
 
 def check_prompts(params: Sequence[SamplingParams], prompts: Sequence[list[int]], positions: Sequence[int]) -> None:
-    """Raise where an edit reads a prompt whose tokens are not in ``input_ids``.
-
-    Raises:
-        ValueError: a prompt of embeddings, or one whose beginning is in a cache alone.
-    """
+    """Raise where an edit reads a prompt that is not all in ``input_ids``: of embeddings, or begun in a cache alone."""
     for each, prompt, position in zip(params, prompts, positions, strict=True):
         needed = set(each.edits) & {"penalties", "bad_words"}
         if needed and len(prompt) != position:

@@ -108,23 +108,14 @@ def forward_of(model: Any, generation_config: Any, model_kwargs: dict[str, Any])
 
 @dataclass(frozen=True)
 class Batch:
-    """The requests of a call of ``generate``.
-
-    Args:
-        params: of each sequence.
-        prompts: its tokens, without padding.
-        positions: int64 ``[B]``, of the first token of each.
-        processors: those that run before the sampler.
-        backend: of the sampler.
-        longest: positions of the longest sequence.
-    """
+    """The requests of a call of ``generate``."""
 
     params: list[Any]
-    prompts: list[list[int]]
-    positions: Tensor
-    processors: LogitsProcessorList
+    prompts: list[list[int]]  # without padding
+    positions: Tensor  # int64 ``[B]``, of the first token of each
+    processors: LogitsProcessorList  # those that run before the sampler
     backend: str
-    longest: int
+    longest: int  # positions of the longest sequence
 
     @staticmethod
     def of_call(
@@ -146,12 +137,7 @@ class Batch:
 
     @contextmanager
     def steps(self, logits: Tensor, vocab_size: int | None = None) -> Iterator[Steps]:
-        """A sampler that holds the requests until the block ends.
-
-        Args:
-            logits: ``[B, .., V]``, the model's first; the sampler takes their dtype.
-            vocab_size: as ``sample``.
-        """
+        """A sampler of the dtype of the model's first logits that holds the requests until the block ends."""
         most = logits.shape[-1] if vocab_size is None else min(vocab_size, logits.shape[-1])
         params = [each.for_vocab(most) for each in self.params]
         dtype = torch.float32 if self.processors or logits.dtype not in _DTYPES else logits.dtype
@@ -161,23 +147,11 @@ class Batch:
 
 
 class Steps:
-    """Draws the tokens of a call of ``generate``, step after step.
-
-    Args:
-        sampler: holds the requests.
-        slots: of each sequence.
-        positions: int64 ``[B]``, of the next token of each.
-        processors: run before the sampler.
-
-    Attributes:
-        sampler: as above.
-        slots: as above.
-        positions: as above, moved on by each step.
-    """
+    """Draws the tokens of a call of ``generate``, step after step."""
 
     def __init__(self, sampler: Sampler, slots: list[int], positions: Tensor, processors: LogitsProcessorList) -> None:
-        """Plan the batch."""
-        self.sampler, self.slots, self.positions, self._processors = sampler, slots, positions, processors
+        self.sampler, self.slots, self._processors = sampler, slots, processors
+        self.positions = positions  # int64 ``[B]``, of the next token of each
 
     @property
     def plan(self) -> Plan:
@@ -185,12 +159,7 @@ class Steps:
         return self.sampler.plan(self.slots)
 
     def prepared(self, token_ids: Tensor, logits: Tensor) -> Tensor:
-        """Logits ``[B, V]`` of the sampler's dtype and device, behind the processors that are not the sampler's.
-
-        Args:
-            token_ids: int64 ``[B, T]``, the text before each row's token.
-            logits: ``[B, V]``.
-        """
+        """Logits ``[B, V]`` of the sampler's dtype and device, behind the processors that are not the sampler's."""
         row = logits.to(self.sampler.device, self.sampler.logits_dtype, copy=bool(self._processors))
         return self._processors(token_ids, row) if self._processors else row
 
@@ -215,12 +184,7 @@ class Steps:
         return [self.sampler.request(slot).seed for slot in self.slots]
 
     def prepared_columns(self, token_ids: Tensor, logits: Tensor) -> Tensor:
-        """``prepared`` for the logits of drafts, ``[B, K+1, V]``.
-
-        Args:
-            token_ids: int64 ``[B, T + K]``, the text and the drafts behind it.
-            logits: ``[B, K+1, V]``, of the last token of the text and of the drafts.
-        """
+        """``prepared`` for the logits of drafts, ``[B, K+1, V]``; ``token_ids`` are the text with the drafts behind."""
         if not self._processors:
             return self.prepared(token_ids, logits)
         first = token_ids.shape[1] - logits.shape[1] + 1
@@ -228,16 +192,7 @@ class Steps:
         return torch.stack(columns, 1)
 
     def verified(self, logits: Tensor, drafts: list[list[int]], wants_laws: bool) -> tuple[VerifyOutputs, list[Tensor]]:
-        """What the rule ``match`` emits; positions stay, because not all of it may be taken.
-
-        Args:
-            logits: ``[B, K+1, V]``, prepared.
-            drafts: of each sequence, at most K.
-            wants_laws: whether logarithms of the laws are wanted.
-
-        Returns:
-            The outputs, and the logarithms of the law of each column, float32 ``[B, V]`` each, if wanted.
-        """
+        """What the rule ``match`` emits, and if wanted the logarithms of the law of each column, float32 ``[B, V]``."""
         counts, width = [len(each) for each in drafts], logits.shape[1] - 1
         plan = self.sampler.plan(self.slots, num_drafts=counts)
         rows = [row * (width + 1) + k for row, count in enumerate(counts) for k in range(count + 1)]
@@ -245,6 +200,7 @@ class Steps:
         if len(rows) < len(flat):
             flat = flat[torch.tensor(rows, device=flat.device)]
         tokens = torch.tensor([token for each in drafts for token in each], dtype=torch.int64, device=flat.device)
+        # The caller moves positions on, because not all of it may be taken.
         made = self.sampler.verify(plan, flat, tokens, positions=self.positions)
         laws = self.sampler.probs(plan, flat, positions=self.positions).log() if wants_laws else None
         return made, [] if laws is None else _columns(laws, counts, plan.first_rows)

@@ -13,41 +13,20 @@ from transformers.generation.utils import ALL_CACHE_NAMES
 
 
 class Text:
-    """Token ids that grow by one column at a time, until the stopping criteria end every sequence.
-
-    Args:
-        input_ids: int64 ``[B, T]``, the prompts.
-        stopping_criteria: as ``generate`` made them.
-        pad_token_id: of sequences that an eos token ended; None if there is none.
-        streamer: takes each column; may be None.
-
-    Attributes:
-        token_ids: int64 ``[B, T]``, prompts and what followed.
-        unfinished: int64 ``[B]``, 1 for sequences that go on.
-        is_finished: whether none does.
-        pads: whether sequences that ended get padding; without an eos token they are drawn on.
-    """
+    """Token ids that grow by one column at a time, until the stopping criteria end every sequence."""
 
     def __init__(
         self, input_ids: Tensor, stopping_criteria: StoppingCriteriaList, pad_token_id: Tensor | None, streamer: Any
     ) -> None:
-        """Begin with the prompts."""
         self.token_ids, self._criteria, self._streamer = input_ids, stopping_criteria, streamer
-        self.unfinished = torch.ones(len(input_ids), dtype=torch.int64, device=input_ids.device)
+        self.unfinished = torch.ones(len(input_ids), dtype=torch.int64, device=input_ids.device)  # 1: goes on
         self.is_finished = False
+        # Sequences that ended get padding; without an eos token they are drawn on.
         self.pads = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
         self._pad = input_ids.new_zeros(()) if pad_token_id is None else pad_token_id.to(input_ids.device)
 
     def append(self, token_ids: Tensor, scores: Any) -> None:
-        """Add a token to every sequence, in the order of transformers: padding, the text, criteria, the streamer.
-
-        Args:
-            token_ids: int64 ``[B]``.
-            scores: what criteria get of it, see ``Record.scores``.
-
-        Raises:
-            RuntimeError: a sequence that goes on has no token, because its row is all masked.
-        """
+        """Add a token to every sequence, in the order of transformers: padding, the text, criteria, the streamer."""
         if self.pads:
             token_ids = torch.where(self.unfinished.bool(), token_ids, self._pad)
         lowest = token_ids.amin()
@@ -71,18 +50,9 @@ class Text:
 
 
 class Record:
-    """What ``generate`` returns beside the sequences, a tuple with an entry for each token.
-
-    Args:
-        generation_config: says what is wanted.
-
-    Attributes:
-        scores: float32 ``[B, V]`` each, log-probabilities of the law that the token was drawn from, -inf for what a
-            filter drops; None if not wanted.
-    """
+    """What ``generate`` returns beside the sequences, a tuple with an entry for each token."""
 
     def __init__(self, generation_config: Any) -> None:
-        """Begin with nothing."""
         self._returns_dict = bool(generation_config.return_dict_in_generate)
         names = {"scores": "output_scores", "logits": "output_logits"}
         names |= {"attentions": "output_attentions", "hidden_states": "output_hidden_states"}
@@ -91,7 +61,7 @@ class Record:
 
     @property
     def scores(self) -> tuple[Any, ...] | None:
-        """See the class."""
+        """Log-probabilities float32 ``[B, V]`` of the law of each token, -inf for what a filter drops, if wanted."""
         return self._parts["scores"]
 
     @property
@@ -100,11 +70,7 @@ class Record:
         return self._parts["scores"] is not None
 
     def add(self, **parts: Any) -> None:
-        """Add the entries of one token, of which those that are wanted are kept.
-
-        Args:
-            parts: by name: ``scores`` and ``logits`` ``[B, V]``, ``attentions``, ``hidden_states``.
-        """
+        """Add the entries of one token, of which those that are wanted are kept."""
         for name, part in parts.items():
             kept = self._parts[name]
             if kept is not None:

@@ -40,15 +40,7 @@ _WAY_OUT = f"pip install 'transformers>={OLDEST},<={NEWEST}'"
 
 
 def check_version(version: str, mixin: Any) -> None:
-    """Raise unless the loops fit a version of transformers.
-
-    Args:
-        version: its number.
-        mixin: its GenerationMixin.
-
-    Raises:
-        ImportError: it is too old, or it lacks a method or a parameter.
-    """
+    """Raise ImportError unless the loops fit a version of transformers."""
     if _numbers(version) < _numbers(OLDEST):
         raise ImportError(f"transformers must be {OLDEST} or newer, got {version}; {_WAY_OUT}")
     for name, passed in CALLED.items():
@@ -61,15 +53,7 @@ def check_version(version: str, mixin: Any) -> None:
 
 
 def check_batching(version: str, classes: Mapping[str, Any]) -> None:
-    """Raise unless our runner and processors can stand for those of a version.
-
-    Args:
-        version: its number.
-        classes: those that its continuous batching makes, by name; None for one that it lacks.
-
-    Raises:
-        ImportError: a class, a method or a parameter is missing.
-    """
+    """Raise ImportError unless our runner and processors can stand for those of a version."""
     for name, methods in REPLACED.items():
         for method, passed in methods.items():
             found = getattr(classes.get(name), method, None)

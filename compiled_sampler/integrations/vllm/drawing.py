@@ -22,24 +22,14 @@ from compiled_sampler.modes import Verification
 
 
 def drawn_positions(input_batch: Any) -> np.ndarray:
-    """The position of the first token that each request may draw, int64 ``[N]``: the tokens before it.
-
-    Here alone positions of vLLM become those of the sampler. Its V1 runner counts the tokens of a request without
-    drafts, also before the chunks of its prompt are read, so the next one is drawn at that count.
-
-    Args:
-        input_batch: of the runner.
-    """
+    """The position of the first token that each request may draw, int64 ``[N]``: the tokens before it."""
+    # Here alone positions of vLLM become those of the sampler. Its V1 runner counts the tokens of a request without
+    # drafts, also before the chunks of its prompt are read, so the next one is drawn at that count.
     return np.asarray(input_batch.num_tokens_no_spec[: input_batch.num_reqs], dtype=np.int64)
 
 
 def verifications(runner: Any, rule: str) -> tuple[Verification, ...]:
-    """The ways in which drafts of an engine are verified; none without drafts.
-
-    Args:
-        runner: a V1 model runner.
-        rule: of the settings, for drafts of which the drafter gives probabilities.
-    """
+    """The ways in which drafts of an engine are verified; none without drafts."""
     width = runner.num_spec_tokens
     if not width:
         return ()
@@ -50,16 +40,9 @@ def verifications(runner: Any, rule: str) -> tuple[Verification, ...]:
 
 
 class RunnerSampler:
-    """Draws for one model runner.
-
-    Args:
-        runner: a V1 model runner.
-        logits: as of its batches, ``[R, V]``.
-        settings: of the adapter.
-    """
+    """Draws for one model runner."""
 
     def __init__(self, runner: Any, logits: Tensor, settings: Settings) -> None:
-        """Make a sampler with a slot for each request that a batch may have."""
         self._runner, self._rule = runner, settings.rule
         drafts = runner.num_spec_tokens
         with torch.inference_mode(False):
@@ -77,13 +60,7 @@ class RunnerSampler:
         self._law = LAWS[runner.model_config.logprobs_mode]
 
     def draw(self, logits: Tensor, drafts: Any, refused: Mapping[str, str]) -> SamplerOutput:
-        """The tokens of a batch.
-
-        Args:
-            logits: ``[R, >=V]``, one row for each request, or with drafts those of request 0, then of request 1, ...
-            drafts: vLLM's SpecDecodeMetadata; None without drafts.
-            refused: why requests of the batch cannot be drawn, by their ids; each gets the token that ends it.
-        """
+        """The tokens of a batch from a row of logits a request, or with drafts the rows of request 0, then of 1, ..."""
         batch = self._runner.input_batch
         states = [self._runner.requests[each] for each in batch.req_ids]
         slots = self._slots.of_batch(states, refused)
@@ -118,11 +95,6 @@ class RunnerSampler:
         return self._sampler.verify(plan, logits, drafts.draft_token_ids, positions, rule, logprobs=wanted, **given)
 
     def _logprobs(self, most: int | None) -> Logprobs | None:
-        """What a batch returns beside its tokens.
-
-        Args:
-            most: logprobs that a request wants; None for none.
-        """
         return None if most is None else Logprobs(top=most, of=self._law, rank=True)
 
     def _logprob_tensors(self, tokens: Tensor, made: SampleOutputs | VerifyOutputs) -> LogprobsTensors | None:
@@ -132,35 +104,19 @@ class RunnerSampler:
 
 
 class RunnerState:
-    """Decides who draws the batches of one model runner, and counts them.
-
-    Args:
-        runner: a V1 model runner behind its ``__init__``.
-        settings: of the adapter.
-
-    Attributes:
-        counts: batches by who drew them: "batches", "stock_batches", and "stock: reason".
-
-    Raises:
-        RuntimeError: the engine is made for something that the adapter does not have, and must not fall to vLLM's.
-    """
+    """Decides who draws the batches of one model runner, and counts them."""
 
     def __init__(self, runner: Any, settings: Settings) -> None:
-        """Check the engine."""
         self._runner, self._settings = runner, settings
         self._sampler: RunnerSampler | None = None
         self._reasons: dict[str, tuple[Any, str | None]] = {}
         self._of_engine = unsupported_engine(runner)
-        self.counts: dict[str, int] = {"batches": 0, "stock_batches": 0}
+        self.counts: dict[str, int] = {"batches": 0, "stock_batches": 0}  # and "stock: reason"
         if self._of_engine is not None and settings.on_unsupported == "error":
             raise RuntimeError(f"{self._of_engine}; or install(on_unsupported='stock') to draw by vLLM's own sampler")
 
     def draw(self, logits: Tensor, drafts: Any) -> SamplerOutput | None:
-        """The tokens of a batch; None where vLLM's own sampler shall draw them.
-
-        A request that asks for what the sampler does not have, and must not fall to vLLM's, was refused when it came;
-        one that came another way ends here, alone.
-        """
+        """The tokens of a batch; None where vLLM's own sampler shall draw them."""
         refused = self._of_batch()
         reason = self._of_engine or next(iter(refused.values()), None)
         if reason is not None and self._settings.on_unsupported == "stock":
@@ -171,16 +127,14 @@ class RunnerState:
         if self._settings.on_unsupported == "error":
             # vLLM's generators draw nothing then, and its bookkeeping of a prompt's chunks fails with those of the CPU.
             self._runner.input_batch.generators.clear()
+        # What was not refused when it came, though it asks for what the sampler does not have, ends here, alone.
         self._count("batches")
         return self._sampler_of(logits).draw(logits, drafts, refused)
 
     def warm_up(self, hidden_states: Tensor) -> None:
-        """Prepare the sampler before the first batch, once, where it will draw and the settings say so.
-
-        Args:
-            hidden_states: ``[>=1, hidden size]``, whatever they hold: their logits have the format of all batches.
-        """
+        """Prepare the sampler before the first batch, once, where it will draw and the settings say so."""
         if self._of_engine is None and self._sampler is None and self._settings.warmup == "start":
+            # Whatever the states hold, their logits have the format of all batches.
             self._sampler_of(self._runner.model.compute_logits(hidden_states[:1])).warm_up()
 
     def _sampler_of(self, logits: Tensor) -> RunnerSampler:

@@ -11,11 +11,7 @@ BUILTIN_PROCESSORS = ("MinTokensLogitsProcessor", "LogitBiasLogitsProcessor", "M
 
 
 def unsupported_engine(runner: Any) -> str | None:
-    """The first thing that keeps an engine from drawing here, in one line; None for nothing.
-
-    Args:
-        runner: a V1 model runner behind its ``__init__``.
-    """
+    """The first thing that keeps a V1 runner, after its ``__init__``, from drawing here, in one line; else None."""
     config = runner.vllm_config
     model, drafts = config.model_config, config.speculative_config
     if model.logprobs_mode not in LAWS:

@@ -62,12 +62,7 @@ class Rows(NamedTuple):
 
 
 def unsupported_runner(runner: Any, rule: str) -> str | None:
-    """The first thing that keeps a V2 runner from drawing here, in one line; None for nothing.
-
-    Args:
-        runner: behind its ``__init__``.
-        rule: of the adapter's settings.
-    """
+    """The first thing that keeps a V2 runner, after its ``__init__``, from drawing here, in one line; else None."""
     config = runner.vllm_config
     drafts = config.speculative_config
     if rule != "match":
@@ -80,12 +75,8 @@ def unsupported_runner(runner: Any, rule: str) -> str | None:
 
 
 def law_arguments(states: Any, rows: Rows) -> dict[str, Any]:
-    """The parameters of rows as ``functional.sample`` takes them; filters that no row has are numbers.
-
-    Args:
-        states: vLLM's SamplingStates, whose float32 numbers a parameter means.
-        rows: of the call.
-    """
+    """The parameters of rows as ``functional.sample`` takes them; filters that no row has are numbers."""
+    # A parameter means the float32 number that vLLM's states hold.
     heat = states.temperature.np[rows.slots_np]
     seeds = {"seeds": states.seeds.gpu[rows.slots]}
     if not heat.any():
@@ -108,10 +99,8 @@ def drawn_positions(input_positions: Tensor) -> Tensor:
 
 
 def edited_logits(sampler: Any, logits: Tensor, context: Any) -> Tensor:
-    """The logits behind vLLM's edits, before temperature and filters; a copy in float32 where a request needs one.
-
-    It is the first part of vLLM's ``apply_sampling_params``.
-    """
+    """The logits behind vLLM's edits, before temperature and filters; a copy in float32 where a request needs one."""
+    # The first part of vLLM's ``apply_sampling_params``.
     if not sampler.needs_logits_processing[context.idx_mapping_np].any():
         return logits
     logits = torch.empty_like(logits, dtype=torch.float32).copy_(logits)
@@ -122,12 +111,7 @@ def edited_logits(sampler: Any, logits: Tensor, context: Any) -> Tensor:
 
 
 def processed_logits(logits: Tensor, arguments: dict[str, Any]) -> Tensor:
-    """Logits by temperature, float32 ``[R, V]``, -inf where the filters drop a token; a greedy row keeps one.
-
-    Args:
-        logits: ``[R, V]``, edited.
-        arguments: of ``functional.sample``.
-    """
+    """Edited logits by temperature, float32 ``[R, V]``, -inf where the filters drop a token; a greedy row keeps one."""
     given = {name: value for name, value in arguments.items() if name != "seeds"}
     heat = torch.as_tensor(given["temperature"], dtype=torch.float32, device=logits.device).view(-1, 1)
     scaled = logits.float() / torch.where(heat == 0, 1.0, heat)
@@ -137,15 +121,7 @@ def processed_logits(logits: Tensor, arguments: dict[str, Any]) -> Tensor:
 def sample(
     sampler: Any, logits: Tensor, context: Any, backend: str, *, return_logprobs: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """One token for every row, int64 ``[R]``, 0 where a row has none, and the logits for logprobs ``[R, V]``.
-
-    Args:
-        sampler: vLLM's.
-        logits: ``[R, V]``.
-        context: vLLM's LogitsContext.
-        backend: of ``compiled_sampler.functional``.
-        return_logprobs: whether a request wants some.
-    """
+    """One token for every row, int64 ``[R]``, 0 where a row has none, and the logits for logprobs ``[R, V]``."""
     edited = edited_logits(sampler, logits, context)
     arguments = law_arguments(sampler.sampling_states, Rows(context.expanded_idx_mapping, context.idx_mapping_np))
     arguments["backend"] = backend
@@ -157,16 +133,7 @@ def sample(
 def verify(
     verifier: Any, logits: Tensor, context: Any, first_rows: Tensor, drafts: Tensor, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The logits for logprobs ``[R, V]``, the tokens ``[N, K+1]`` of each request, and how many these are ``[N]``.
-
-    Args:
-        verifier: vLLM's RejectionSampler.
-        logits: ``[R, V]``, the rows of request 0, then of request 1, ...
-        context: vLLM's LogitsContext.
-        first_rows: ``[N+1]``, where the rows of each request begin, and R.
-        drafts: int32 ``[R]``, the input token of each row, -1 where a draft is never right.
-        backend: of ``compiled_sampler.functional``.
-    """
+    """The logits for logprobs ``[R, V]``, the tokens ``[N, K+1]`` of each request, and how many these are ``[N]``."""
     sampler = verifier.sampler
     edited = edited_logits(sampler, logits, context)
     arguments = law_arguments(sampler.sampling_states, Rows(context.idx_mapping, context.idx_mapping_np))
@@ -182,13 +149,9 @@ def verify(
 
 
 def padded_drafts(drafts: Tensor, first_rows: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The drafts of each request int32 ``[N, K]``, -1 behind the last, and how many these are ``[N]``.
-
-    Args:
-        drafts: int32 ``[R]``; the input token of a request's first row is no draft.
-        first_rows: int32 ``[N+1]``.
-        width: K.
-    """
+    """The drafts of each request int32 ``[N, K]``, -1 behind the last, and how many these are ``[N]``."""
+    # ``drafts`` are the input tokens of all rows, -1 where a draft is never right; a request's first row has no draft.
+    # ``first_rows`` ``[N+1]`` ends with R.
     counts = first_rows.diff() - 1
     places = torch.arange(width, device=drafts.device)
     rows = (first_rows[:-1, None] + 1 + places).clamp(max=len(drafts) - 1).long()

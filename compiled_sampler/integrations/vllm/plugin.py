@@ -25,7 +25,6 @@ class _Installed:
     """What is replaced in this process, and how."""
 
     def __init__(self) -> None:
-        """Nothing is replaced."""
         self.settings: Settings | None = None
         self.originals: list[tuple[Any, str, Callable[..., Any]]] = []
         self.runners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -33,11 +32,9 @@ class _Installed:
         self.draws_v2 = False
 
     def replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put what ``make`` gives for a method ``module:Class.method`` in its place."""
         self.originals.append(wrapped(name, make))
 
     def restore(self) -> None:
-        """Put all methods back."""
         while self.originals:
             setattr(*self.originals.pop())
         self.draws_v2 = False
@@ -47,11 +44,7 @@ _INSTALLED = _Installed()
 
 
 def load() -> None:
-    """What vLLM calls in each of its processes: ``install`` as the environment variable says, if it is set.
-
-    Raises:
-        ImportError, ValueError: as ``install``.
-    """
+    """What vLLM calls in each of its processes: ``install`` as the environment variable says, if it is set."""
     settings = from_text(os.environ.get(VARIABLE, ""))
     if settings is not None:
         _install(settings)
@@ -111,7 +104,6 @@ def statistics() -> dict[str, int]:
 
 
 def _install(settings: Settings) -> None:
-    """Replace what is replaced, once, and take the settings."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -165,11 +157,9 @@ def _drawn(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _warmed_runner(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``_dummy_sampler_run`` of a runner, which warms up our sampler too.
+    """``_dummy_sampler_run`` of a runner, which warms up our sampler too."""
 
-    vLLM's GPU worker calls it first where it measures the memory that is left for the KV cache, so that ours counts.
-    """
-
+    # vLLM's GPU worker calls it first where it measures the memory that is left for the KV cache, so that ours counts.
     def run(self: Any, hidden_states: Any) -> Any:
         made = original(self, hidden_states)
         state = _INSTALLED.runners.get(self)

@@ -46,19 +46,8 @@ ENGINE_VOCAB = 2**22
 
 
 def sampler_params(params: Any, request_id: str, salt: int) -> SamplingParams:
-    """The parameters of a request.
-
-    The tokens that end it are vLLM's matter; here ``min_tokens`` alone needs them.
-
-    Args:
-        params: vLLM's, as its engine holds them.
-        request_id: of the engine.
-        salt: of the engine.
-
-    Raises:
-        TypeError: an entry of ``extra_args`` of another type than the sampler's parameter.
-        ValueError: a parameter out of the sampler's range.
-    """
+    """The parameters of a request."""
+    # The tokens that end a request are vLLM's matter; here ``min_tokens`` alone needs them.
     stops = params._all_stop_token_ids if params.min_tokens else ()
     own = {name: value for name, value in (params.extra_args or {}).items() if name in OWN}
     return SamplingParams(
@@ -82,14 +71,7 @@ def sampler_params(params: Any, request_id: str, salt: int) -> SamplingParams:
 def unsupported(
     params: Any, vocab_size: int = ENGINE_VOCAB, settings: Settings | None = None, *, has_tokens: bool = True
 ) -> str | None:
-    """What a request asks for that it cannot have, in one line; None for nothing.
-
-    Args:
-        params: vLLM's.
-        vocab_size: V.
-        settings: of the engine; None are those of ``install()``.
-        has_tokens: False for a prompt of embeddings.
-    """
+    """What a request asks for that it cannot have, in one line; None for nothing."""
     for name, reason in _refused(settings or Settings()).items():
         if name in (params.extra_args or {}):
             return f"{name} must be left out of extra_args, got {params.extra_args[name]!r}; {reason}"
@@ -122,11 +104,7 @@ def _refused(settings: Settings) -> dict[str, str]:
 
 
 def ending_token(params: Any) -> int:
-    """The token that a row gets where every token is masked, so that its request ends: eos, another stop token, or 0.
-
-    Args:
-        params: vLLM's.
-    """
+    """The token of a row where every token is masked, so that its request ends: eos, another stop token, or 0."""
     if params._eos_token_id is not None:
         return int(params._eos_token_id)
     return min(params._all_stop_token_ids, default=0)

@@ -11,30 +11,15 @@ from compiled_sampler.logprobs import LogprobOutputs, mapped
 
 
 def with_endings(token_ids: Tensor, endings: Tensor) -> Tensor:
-    """Tokens with an ending one where a request would get none, as vLLM cannot go on without.
-
-    Args:
-        token_ids: int64 ``[N, K+1]``, -1 behind the last token of each request.
-        endings: int64 ``[N]``, for a request whose first row is all masked.
-
-    Returns:
-        int32 ``[N, K+1]``, -1 behind the last token, of which each request has one.
-    """
+    """Tokens int32 ``[N, K+1]`` with an ending one where a request would get none, as vLLM cannot go on without."""
     first = torch.where(token_ids[:, :1] < 0, endings[:, None], token_ids[:, :1])
     return torch.cat([first, token_ids[:, 1:]], -1).to(torch.int32)
 
 
 def logprob_columns(token_ids: Tensor, found: LogprobOutputs, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The fields of LogprobsTensors: ids int32 and logprobs float32 ``[R, n+1]``, the drawn token first; ranks ``[R]``.
-
-    Args:
-        token_ids: int32 ``[N, K+1]``.
-        found: fields ``[N, ...]`` of a step without drafts, ``[N, K+1, ...]`` of one with, of the law "raw" or
-            "filtered".
-        vocab_size: V.
-    """
+    """Fields of LogprobsTensors: ids int32 and logprobs float32 ``[R, n+1]``, the drawn token first; ranks ``[R]``."""
     rows = token_ids.numel()
-    dims = found.token.dim()
+    dims = found.token.dim()  # of ``[N]`` in a step without drafts, of ``[N, K+1]`` in one with
     flat = mapped(found, lambda each: each.reshape(rows, *each.shape[dims:]))
     ids, logprobs = token_ids.reshape(rows, 1), flat.token[:, None]
     if flat.top is not None and flat.top_token_ids is not None:
@@ -45,14 +30,8 @@ def logprob_columns(token_ids: Tensor, found: LogprobOutputs, vocab_size: int) -
 
 
 def without_gaps(top_token_ids: Tensor, vocab_size: int) -> Tensor:
-    """The first tokens of the order with other tokens where a filter keeps fewer, so that no id stands there twice.
-
-    vLLM makes a dictionary of them, and decodes each id.
-
-    Args:
-        top_token_ids: int64 ``[R, n]``, -1 behind the last token that is kept.
-        vocab_size: V, at least n.
-    """
+    """The first tokens of the order with other tokens where a filter keeps fewer, so that no id stands there twice."""
+    # vLLM makes a dictionary of the n tokens, and decodes each id; V is at least n.
     rows, count = top_token_ids.shape
     named = torch.zeros(rows, vocab_size + 1, dtype=torch.bool, device=top_token_ids.device)
     named.scatter_(1, torch.where(top_token_ids < 0, vocab_size, top_token_ids), True)

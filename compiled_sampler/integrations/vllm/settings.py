@@ -20,18 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What ``install`` was told.
-
-    Args:
-        on_unsupported: "error" refuses what the sampler does not have, "stock" gives such batches to vLLM's sampler.
-        rule: of verification, where the drafter gives the probabilities that it drew from; ``match`` elsewhere.
-        backend: of ``Sampler``.
-        v2: "untested" draws in V2 model runners too, by code that no engine has run; "refuse" does not start them.
-        warmup: "start" compiles and captures where an engine warms up its own sampler, "off" in the first batches.
-
-    Raises:
-        ValueError: a value that is none of ``CHOICES``.
-    """
+    """What ``install`` was told; it says what the fields mean."""
 
     on_unsupported: str = "error"
     rule: str = "match"
@@ -40,7 +29,6 @@ class Settings:
     warmup: str = "start"
 
     def __post_init__(self) -> None:
-        """Check every field."""
         for name, choices in CHOICES.items():
             check_choice(name, getattr(self, name), choices, "leave it out")
 
@@ -55,11 +43,7 @@ class Settings:
 
 
 def from_text(text: str) -> Settings | None:
-    """The settings that an environment variable holds; None for ``0`` and for nothing.
-
-    Raises:
-        ValueError: neither ``1`` nor settings.
-    """
+    """The settings that an environment variable holds; None for ``0`` and for nothing."""
     if text in _OFF:
         return None
     if text == _ON:

@@ -28,33 +28,17 @@ class _Held(NamedTuple):
 
 
 class RequestSlots:
-    """Holds the requests of a batch, and no others: one that comes back is added with all its tokens.
-
-    Args:
-        sampler: has the slots.
-        salt: of seeds of requests without one.
-
-    Attributes:
-        endings: int64 ``[S]`` on the device, the token that ends the request of a slot.
-    """
+    """Holds the requests of a batch, and no others: one that comes back is added with all its tokens."""
 
     def __init__(self, sampler: Sampler, salt: int) -> None:
-        """Hold nothing."""
         self._sampler, self._salt = sampler, salt
         self._held: dict[str, _Held] = {}
         self._ending = [0] * sampler.max_num_requests
+        # The token that ends the request of each slot.
         self.endings: Tensor = torch.zeros(sampler.max_num_requests, dtype=torch.int64, device=sampler.device)
 
     def of_batch(self, states: Sequence[Any], refused: Mapping[str, str] | None = None) -> list[int]:
-        """The slot of each request of a batch, -1 for one that cannot be drawn; slots of others are freed first.
-
-        An error here would end the engine for every request, so what admission did not catch ends its own request
-        alone: the row of slot -1 draws no token, and vLLM gets the one that ends it.
-
-        Args:
-            states: vLLM's records of the requests, in the order of the batch.
-            refused: why requests cannot be drawn, by their ids.
-        """
+        """The slot of each request of a batch, -1 for one that cannot be drawn; slots of others are freed first."""
         here = {each.req_id: each for each in states}
         for request_id, held in list(self._held.items()):
             if not _is_same(held, here.get(request_id)):
@@ -66,6 +50,8 @@ class RequestSlots:
                 reason = (refused or {}).get(request_id) or _unknown_text(state)
                 if reason:
                     _LOG.error("request %s ends without a token of its own: %s", request_id, reason)
+                # An error here would end the engine for every request; the row of slot -1 draws no token, and vLLM gets
+                # the one that ends this request alone.
                 slot = -1 if reason else self._added(state)
                 self._held[request_id] = _Held(slot, state, state.num_prompt_tokens)
         return [self._held[each.req_id].slot for each in states]

@@ -42,11 +42,5 @@ SUPPORTED = Supported(
 
 
 def check_version(version: str, find: Find | None = None, interface: Interface = INTERFACE) -> None:
-    """Raise unless the adapter fits a version of vLLM; arguments and errors as ``check_supported``.
-
-    Args:
-        version: its number.
-        find: looks into it.
-        interface: what is called and made.
-    """
+    """Raise ImportError unless the adapter fits a version of vLLM."""
     check_supported(SUPPORTED._replace(interface=interface), version, find)

@@ -57,7 +57,6 @@ def generate_batch(
 
 
 def _check(config: Any, num_prompts: int, num_seeds: int) -> None:
-    """Raise unless continuous batching can do what a call asks for."""
     if num_seeds != num_prompts:
         raise ValueError(f"seeds must be one for each of the {num_prompts} prompts, got {num_seeds}")
     if (config.num_return_sequences or 1) != 1:
@@ -80,11 +79,7 @@ def _eos(model: Any, config: Any) -> Any:
 
 
 def _collected(manager: Any, names: list[str]) -> list[Any]:
-    """The outputs of requests, in the order of their names.
-
-    Raises:
-        RuntimeError: a request failed, or the thread ended.
-    """
+    """The outputs of requests, in the order of their names."""
     found: dict[str, Any] = {}
     while len(found) < len(names):
         output = manager.get_result(timeout=_WAIT)

@@ -34,31 +34,17 @@ DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p
 
 
 class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[misc]
-    """The processors of a manager: first those that stay, as they are, then the numbers of each request.
-
-    Args:
-        logits_processor: as ``_get_logits_processor`` made them.
-        per_request_processors: whether ``add_request`` takes temperature, top_k, top_p and min_p too.
-        drop_unsupported_processors: here no processor is dropped without a word.
-
-    Attributes:
-        fixed: the parameters of all requests that say nothing else.
-        salt: makes seeds of requests without one; the runner sets it.
-
-    Raises:
-        ValueError: a processor that continuous batching cannot run and the sampler has not, or one twice.
-    """
+    """The processors of a manager: first those that stay, as they are, then the numbers of each request."""
 
     def __init__(
         self,
         logits_processor: LogitsProcessorList,
         per_request_processors: bool = False,
-        drop_unsupported_processors: bool = True,
+        drop_unsupported_processors: bool = True,  # here no processor is dropped without a word
     ) -> None:
-        """Sort the processors."""
         parameters, others = _sorted(logits_processor)
-        self.fixed: dict[str, Any] = {**DEFAULTS, **parameters}
-        self.salt = 0
+        self.fixed: dict[str, Any] = {**DEFAULTS, **parameters}  # of all requests that say nothing else
+        self.salt = 0  # makes seeds of requests without one; the runner sets it
         self._written: dict[int, list[Any]] = {}
         self._varying = list(KINDS) if per_request_processors else []
         super().__init__(LogitsProcessorList(others), False, drop_unsupported_processors)
@@ -68,11 +54,8 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         SamplingParams(**self.fixed)
 
     def check_kwargs(self, kwargs: dict[str, Any]) -> None:
-        """Raise unless the keywords of a request are known and in their ranges.
-
-        Raises:
-            TypeError, ValueError: they are not; transformers hands the message on in ``GenerationOutput.error``.
-        """
+        """Raise unless the keywords of a request are known and in their ranges."""
+        # transformers hands the message of an error on in ``GenerationOutput.error``.
         super().check_kwargs(kwargs)
         SamplingParams(**{**self.fixed, **kwargs})
 
@@ -81,16 +64,10 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         int32_tensor.zero_()
 
     def prepare_tensor_args(self, requests_in_batch: list[Any], arg_storage: Tensor) -> Tensor:
-        """The storage, with the numbers of the requests that draw a token in it.
-
-        They are written in one copy, and only when other requests draw than did last time: without asynchronous
-        batching the storage is on the device, and each copy waits for it. Requests are compared by identity: when
-        transformers clears the storage, it drops all requests.
-
-        Args:
-            requests_in_batch: as transformers schedules them.
-            arg_storage: int32 ``[words, >=N]``, on the CPU or on the device.
-        """
+        """The storage, int32 ``[words, >=N]``, with the numbers of the requests that draw a token in it."""
+        # One copy, and only when other requests draw than did last time: without asynchronous batching the storage is
+        # on the device, and each copy waits for it. Requests are compared by identity: when transformers clears the
+        # storage, it drops all requests.
         states = [each.state for each in requests_in_batch if each.has_new_token]
         place = arg_storage.data_ptr()
         last = self._written.get(place, [])
@@ -108,15 +85,7 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         return arg_storage
 
     def numbers(self, arguments: Tensor, count: int) -> tuple[Tensor, dict[str, Any]]:
-        """Seeds and parameters of rows.
-
-        Args:
-            arguments: int32 ``[words, >=N]``, as transformers keeps them on the device.
-            count: N.
-
-        Returns:
-            Seeds int64 ``[N]``, and parameters by name: a number, or float64 or int64 ``[N]``.
-        """
+        """Seeds int64 ``[N]``, and parameters by name: a number, or float64 or int64 ``[N]``."""
         seeds = _joined(arguments[:2, :count], torch.int64)
         parameters = dict(self.fixed)
         for place, name in enumerate(self._varying, start=1):
@@ -138,11 +107,7 @@ def _joined(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _sorted(processors: Sequence[Any]) -> tuple[dict[str, Any], list[Any]]:
-    """The parameters that processors of the sampler stand for, and the other processors.
-
-    Raises:
-        ValueError: see ``SeededProcessors``.
-    """
+    """The parameters that processors of the sampler stand for, and the other processors."""
     parameters, others, seen = dict[str, Any](), list[Any](), set[str]()
     for each in processors:
         name = type(each).__name__

@@ -15,25 +15,9 @@ _ROWS_OUT_OF_RANGE = "each row of logits must have a token to draw, got one whos
 
 
 class SeededRunner(ModelRunner):  # type: ignore[misc]
-    """Draws the tokens of a forward pass from logits, parameters, seeds and positions alone.
-
-    Inside a CUDA graph of transformers the draw is captured with the forward pass: it waits for nothing and reads the
-    tensors of each replay.
-
-    Args:
-        logit_processor: bring the numbers of the requests.
-        cb_config: of the manager; without compilation of whole steps.
-        backend: of ``compiled_sampler.functional.sample``.
-        others: as ``ModelRunner``.
-    """
+    """Draws the tokens of a forward pass from logits, parameters, seeds and positions alone."""
 
     def __init__(self, logit_processor: Any, cb_config: Any, *, backend: str, **others: Any) -> None:
-        """Check what was made, and draw the salt: transformers has seeded the generator, alike on every rank.
-
-        Raises:
-            RuntimeError: the manager was made before ``install``.
-            ValueError: whole steps are to be compiled.
-        """
         if not isinstance(logit_processor, SeededProcessors):
             raise RuntimeError("the manager must be made after install(), got one from before; make it anew")
         for name in ("varlen_compile_config", "decode_compile_config"):
@@ -41,6 +25,7 @@ class SeededRunner(ModelRunner):  # type: ignore[misc]
                 raise ValueError(f"{name} must be None, got a CompileConfig; the sampler compiles its stages itself")
         super().__init__(logit_processor=logit_processor, cb_config=cb_config, **others)
         self._backend, self._batch_data = backend, dict[str, Any]()
+        # transformers has seeded the generator, alike on every rank.
         logit_processor.salt = int(torch.randint(2**62, ()))
 
     def _forward_process_and_sample(self, model: Any, batch_data: dict[str, Any], *outputs: Tensor) -> None:
@@ -49,21 +34,16 @@ class SeededRunner(ModelRunner):  # type: ignore[misc]
         super()._forward_process_and_sample(model, batch_data, *outputs)
 
     def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
-        """Write the tokens of rows of logits, and the bits of their logprobs where they are wanted.
-
-        Args:
-            scores: float32 ``[1, N, V]``.
-            output_ids: int32 ``[1 or 2, >=N]``.
-
-        Raises:
-            RuntimeError: on the CPU, a row whose tokens are all masked; on CUDA the embedding of -1 ends the process.
-        """
+        """Write the tokens of logits float32 ``[1, N, V]``, and the bits of their logprobs where they are wanted."""
+        # A graph of transformers captures this with the forward pass: on CUDA it waits for nothing, and each replay
+        # reads its tensors.
         logits, data = scores[0], self._batch_data
         seeds, parameters = self.logit_processor.numbers(data["logits_processor_args"], len(logits))
         if not self.do_sample:
             parameters["temperature"] = 0.0
         positions = drawn_positions(data)
         token_ids = sample(logits, seeds=seeds, positions=positions, backend=self._backend, **parameters).token_ids
+        # On CUDA the embedding of -1 ends the process.
         if token_ids.device.type == "cpu" and bool((token_ids < 0).any()):
             raise RuntimeError(_ROWS_OUT_OF_RANGE)
         output_ids[0, : len(logits)].copy_(token_ids)
@@ -76,9 +56,7 @@ class SeededRunner(ModelRunner):  # type: ignore[misc]
 
 
 def drawn_positions(batch_data: dict[str, Any]) -> Tensor:
-    """The position of the token that each row of logits draws, int64 ``[N]``.
-
-    ``position_ids`` are of input tokens: that of the drawn one is one more. Here alone one becomes the other.
-    """
+    """The position of the token that each row of logits draws, int64 ``[N]``."""
+    # Here alone positions of input tokens become those of drawn ones.
     positions: Tensor = batch_data["position_ids"][0, batch_data["logits_indices"]]
     return positions.to(torch.int64) + 1
