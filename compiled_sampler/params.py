@@ -125,7 +125,9 @@ class SamplingParams:
 
     @classmethod
     def from_openai(cls, body: Mapping[str, Any], eos_token_id: int | None = None) -> SamplingParams:
-        """The parameters of a request body of OpenAI's API, with vLLM's further ones.
+        """The parameters of a request body of OpenAI's API, with vLLM's further ones, also within ``vllm_xargs``.
+
+        None is a field that is not set; -1 switches ``top_k`` and ``top_n_sigma`` off, and is no ``seed``.
 
         Args:
             body: of a chat or completions request; what is the engine's matter, such as ``max_tokens``, is passed over.
