@@ -185,12 +185,13 @@ class Sampler(RequestHolder):
             RuntimeError: an outer capture needs a kernel that was never compiled.
             TypeError, ValueError: a wrong dtype, shape, device or plan.
         """
-        out, is_captured = without_ring(out), self._check_current(plan)
+        out = without_ring(out) if isinstance(out, str) else out
+        is_captured = self._check_current(plan)
         edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs, consume_logits, logprobs)
         rows, tensors = len(plan.slots), {"logits": logits, "positions": positions, **edit_tensors}
-        is_one_of_several = isinstance(draw_index, Tensor) or arguments.checked_draw_index(draw_index) != 0
-        if is_one_of_several:
-            tensors["draw_index"] = draw_index if isinstance(draw_index, Tensor) else self._repeated(draw_index, rows)
+        if is_one_of_several := type(draw_index) is not int or draw_index != 0:
+            index = draw_index if isinstance(draw_index, Tensor) else arguments.checked_draw_index(draw_index)
+            tensors["draw_index"] = index if isinstance(index, Tensor) else self._repeated(index, rows)
         if consume_logits is not False:
             check_logits(logits, rows, self._logits)
             check_consumes(consume_logits, logits, *edit_tensors.values(), *self._custom.states.every)

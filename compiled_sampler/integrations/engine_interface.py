@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 Find = Callable[[str], Any]
-"""Gives what a name such as ``module:Class.method`` stands for; AttributeError or ImportError where there is none."""
+"""Gives what a name such as ``module:Class.method`` stands for; LookupError where there is none."""
 Names = tuple[str, ...]
 
 
@@ -61,10 +61,20 @@ def differences(interface: Interface, find: Find) -> list[str]:
 
 
 def found(name: str) -> Any:
-    """What ``module:Class.method`` stands for in the engine that is installed."""
+    """What ``module:Class.method`` stands for in the engine that is installed; LookupError where it has no such name.
+
+    What an import of the engine raises otherwise is its own fault, and is let through.
+    """
     module, _, path = name.partition(":")
-    thing = import_module(module)
+    try:
+        thing = import_module(module)
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):  # some module that the engine itself asks for
+            raise
+        raise LookupError(name) from error
     for part in path.split("."):
+        if not hasattr(thing, part):
+            raise LookupError(name)
         thing = getattr(thing, part)
     return thing
 
@@ -97,8 +107,12 @@ def numbers(version: str) -> tuple[int, int, int]:
 
 def _holds(find: Find, name: str, check: Callable[[Any, Any], bool], wanted: Any) -> bool:
     try:
-        return check(find(name), wanted)
-    except (AttributeError, ImportError):
+        thing = find(name)
+    except LookupError:
+        return False
+    try:
+        return check(thing, wanted)
+    except AttributeError:  # a thing of another kind
         return False
 
 
