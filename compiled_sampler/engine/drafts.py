@@ -24,13 +24,6 @@ from compiled_sampler.speculation.row_layout import drafted, rows_of_places
 class DraftCache:
     """A draft table of one size, which steps write and read in place, and what was written where, on the host.
 
-    Args:
-        num_slots: S.
-        width: K, drafts of a slot.
-        vocab_size: V.
-        dtype: of the logits.
-        device: of the sampler.
-
     Attributes:
         table: ``[S + 1, K, V]``; the last slot takes what padding writes.
         width: K.

@@ -45,17 +45,7 @@ _INTEGERS = (
 
 
 class StepExecutor:
-    """Executes steps on tensors, eager or compiled, also while a graph is captured.
-
-    Args:
-        is_definition: whether steps run by their definition, the backend "reference".
-        requests: by slot.
-        stages: the compiled stages; None to run them in eager torch.
-        drafts: the draft cache; None without one.
-        edits: of the requests by slot.
-        logprobs: what logprobs read.
-        vocab_size: V.
-    """
+    """Executes steps on tensors, eager or compiled, also while a graph is captured."""
 
     def __init__(
         self,
@@ -172,9 +162,6 @@ def by_definition(kind: str, mode: Mode, inputs: SampleInputs | VerifyInputs) ->
 
     Of the mode they take V, the rule and what top-p is a share of; every filter applies in every mode. Logprobs have
     no other definition than their stages, which run in eager torch on the tokens of the definition.
-
-    Raises:
-        RuntimeError: the current stream is being captured.
     """
     check_not_capturing(
         inputs.logits.device,

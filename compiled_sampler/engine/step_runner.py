@@ -66,19 +66,7 @@ StepRun = Callable[..., Any]
 
 
 class StepRunner:
-    """Runs steps on one backend.
-
-    Args:
-        backend: "reference", "eager", "compiled" or "graph".
-        modes: the mode table.
-        requests: by slot; every step reads their parameters, and brings what changed of them.
-        logits_dtype: dtype of the logits.
-        buckets: row counts of the captured variants; of verifications counts of requests.
-        most: rows of the largest batch that ``warmup`` compiles for; above the largest bucket it runs uncaptured.
-        drafts: the draft cache, which steps of kind "draft" write and those of mode ``CACHE`` read; None without one.
-        edits: of the requests by slot, with their history.
-        logprobs: what steps with logprobs read.
-    """
+    """Runs steps on one backend."""
 
     def __init__(
         self,
@@ -87,7 +75,7 @@ class StepRunner:
         requests: SlotState,
         logits_dtype: torch.dtype,
         buckets: Iterable[int],
-        most: int,
+        most: int,  # rows that warmup compiles for; above the largest bucket they run uncaptured
         drafts: DraftCache | None,
         edits: EditSlots,
         logprobs: LogprobTables,
@@ -247,12 +235,7 @@ class StepRunner:
                 report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
     def bind(self, inputs: Mapping[str, Tensor], out: Any) -> None:
-        """Let variants read inputs in place, logits of the target among them, and write results, unless out is None.
-
-        Raises:
-            TypeError, ValueError: ``out`` that is no results, or shares memory with what is bound; no registered step
-                has drafts or results of such a form.
-        """
+        """Let variants read inputs in place, logits of the target among them, and write results, unless out is None."""
         steps = [step for step in self._registered.values() if not step.mode.from_probabilities]
         read: dict[str, Tensor] = {}
         for name, tensor in inputs.items():

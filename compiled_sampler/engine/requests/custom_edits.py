@@ -29,12 +29,6 @@ _ALIGNED = 8  # columns of 8 bytes; kernels clone what is not aligned
 class CustomEditSet:
     """The edits of the user that a sampler was made with; ``checked_custom_edits`` has looked at them.
 
-    Args:
-        edits: in the order in which they act.
-        vocab_size: V.
-        device: of the sampler.
-        num_slots: S.
-
     Attributes:
         names: of the edits, in their order.
         num_columns: numbers of a request, 8 bytes each; a multiple of 8.
@@ -44,7 +38,6 @@ class CustomEditSet:
     """
 
     def __init__(self, edits: Sequence[LogitEdit], vocab_size: int, device: torch.device, num_slots: int) -> None:
-        """Make the constants of all edits, on the device."""
         self._edits = {name_of(each): each for each in edits}
         self.names = tuple(self._edits)
         self._params = {name: param_kinds(each) for name, each in self._edits.items()}
@@ -71,12 +64,7 @@ class CustomEditSet:
         return (*EDITS, *self.names)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise unless the edits that a request names are of this sampler, with parameters as they declare.
-
-        Raises:
-            TypeError: parameters of another kind.
-            ValueError: an edit that the sampler does not have, a parameter out of range.
-        """
+        """Raise unless the edits that a request names are of this sampler, with parameters as they declare."""
         for name, given in params.custom:
             if name not in self._edits:
                 known = ", ".join(self.names) or "none"
@@ -144,12 +132,7 @@ class CustomEditSet:
         return {name: BufferSpec(shapes[name], spec.dtype, 0, times) for name, spec in found.items()}
 
     def given(self, edits: Sequence[str], edit_inputs: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """The tensors of a call that its batch reads, by the names of a step's inputs; nothing else is looked at.
-
-        Raises:
-            TypeError: no mapping.
-            ValueError: a name that no edit of the sampler has.
-        """
+        """The tensors of a call that its batch reads, by the names of a step's inputs; nothing else is looked at."""
         if edit_inputs is None:
             return {}
         if not isinstance(edit_inputs, Mapping):
@@ -163,12 +146,7 @@ class CustomEditSet:
         return {f"{GIVEN}{key}": edit_inputs[key] for key in map(_key_of, self.inputs(edits)) if key in edit_inputs}
 
     def check_given(self, edits: Sequence[str], given: Mapping[str, Any], rows: int, device: torch.device) -> None:
-        """Raise unless a call brings every tensor that its batch reads, and any mask, in the right format.
-
-        Raises:
-            TypeError: no tensor, or another dtype.
-            ValueError: none is given; another shape or device.
-        """
+        """Raise unless a call brings every tensor that its batch reads, and any mask, in the right format."""
         if MASK in given:
             check_token_bitmask(given[MASK], rows, self._vocab_size, device)
         for name, spec in self.inputs(edits).items():
@@ -186,17 +164,9 @@ def _key_of(name: str) -> str:
 
 
 class EditStates:
-    """The tensors ``[S, ...]`` that edits declare; they keep their place, so that captured steps read what they hold.
-
-    Args:
-        edits: in the order in which they act.
-        num_slots: S.
-        vocab_size: V.
-        device: of the sampler.
-    """
+    """The tensors ``[S, ...]`` that edits declare; they keep their place, as captured steps read there."""
 
     def __init__(self, edits: Sequence[LogitEdit], num_slots: int, vocab_size: int, device: torch.device) -> None:
-        """Allocate all of them, since a step that is captured may allocate none that stays."""
         self._declared = {name_of(each): checked_states(each, vocab_size) for each in edits}
         self._tensors = dict[str, Tensor]()
         with torch.inference_mode(False):  # what is made inside could not be written outside of it
@@ -230,11 +200,7 @@ class EditStates:
         return [self._tensors[key] for edit, keys in self._declared.items() if edit in edits for key in keys]
 
     def tensor(self, name: str) -> Tensor:
-        """The tensor of a name, ``[S, ...]``, to lend to the engine: the same one each time.
-
-        Raises:
-            ValueError: no edit of the sampler has it.
-        """
+        """The tensor of a name, ``[S, ...]``, to lend to the engine: the same one each time."""
         if name not in self._lent:
             known = ", ".join(self._lent) or "none"
             raise ValueError(

@@ -16,40 +16,22 @@ _DTYPES = {torch.int32: np.int32, torch.float32: np.float32, torch.float64: np.f
 
 
 def checked_sizes(sizes: EditSizes | None) -> EditSizes:
-    """The sizes that a caller gave, or the default.
-
-    Raises:
-        TypeError: something else.
-    """
+    """The sizes that a caller gave, or the default."""
     if sizes is not None and not isinstance(sizes, EditSizes):
         raise TypeError(f"edit_sizes must be EditSizes, got {type(sizes).__name__}; EditSizes(biases=...)")
     return sizes or EditSizes()
 
 
 def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> None:
-    """Raise unless the edits of a request have room in a row, and ask nothing of ids that the vocabulary lacks.
-
-    Raises:
-        ValueError: too many entries, a token id that the vocabulary does not have, or no allowed one that it has.
-    """
+    """Raise unless the edits of a request have room in a row, and ask nothing of ids that the vocabulary lacks."""
     for spec in EDIT_SPECS:
         spec.check_fits(params, sizes, vocab_size)
 
 
 class RowLayout:
-    """The columns of a slot's row: first single numbers, the smaller before the larger, then lists, each aligned.
-
-    Args:
-        sizes: of the sampler.
-        vocab_size: V.
-
-    Attributes:
-        starts: the first word of each column.
-        num_words: of a row.
-    """
+    """The columns of a slot's row: first single numbers, the smaller before the larger, then lists, each aligned."""
 
     def __init__(self, sizes: EditSizes, vocab_size: int) -> None:
-        """Place every column once, though several tables may have it."""
         self._sizes, self._vocab_size = sizes, vocab_size
         columns = list(dict.fromkeys(column for spec in EDIT_SPECS for column in spec.columns.values()))
         self.shapes = {column: column.shape(sizes, vocab_size) for column in columns}
@@ -65,13 +47,7 @@ class RowLayout:
             self._part(self._without_edits, column)[...] = column.off or 0
 
     def row_of(self, params: SamplingParams, prompt_len: int, reads_history: bool) -> np.ndarray:
-        """The row of a request, int32 ``[num_words]``; ``check_fits`` has looked at it.
-
-        Args:
-            params: of the request.
-            prompt_len: tokens of its prompt.
-            reads_history: whether one of its edits does, also of the user.
-        """
+        """The row of a request, int32 ``[num_words]``; ``check_fits`` has looked at it."""
         row, edits = self._without_edits.copy(), params.edits
         slot_row = SlotRow(prompt_len, reads_history, self._sizes, self._vocab_size)
         used = {column for spec in EDIT_SPECS if spec.name in edits for column in spec.columns.values()}

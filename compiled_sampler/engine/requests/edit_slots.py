@@ -32,16 +32,7 @@ _NEUTRAL = SamplingParams(seed=0)
 
 
 class EditSlots:
-    """The edits of the requests by slot; nothing is allocated before a request or a capture needs it.
-
-    Args:
-        num_slots: S.
-        vocab_size: V.
-        sizes: entries that the edits of a request may have.
-        history_len: L, positions of the history; 0 for none.
-        device: of the sampler.
-        custom: the edits of the user.
-    """
+    """The edits of the requests by slot; nothing is allocated before a request or a capture needs it."""
 
     def __init__(
         self,
@@ -52,7 +43,6 @@ class EditSlots:
         device: torch.device,
         custom: CustomEditSet,
     ) -> None:
-        """Allocate nothing."""
         self.custom = custom
         self._shape, self._sizes, self._device = (num_slots, vocab_size), sizes, device
         self._history_len, self._layout = history_len, RowLayout(sizes, vocab_size)
@@ -75,12 +65,7 @@ class EditSlots:
         return rows + (0 if self._history is None else self._history.num_bytes)
 
     def checked(self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> tuple[str, ...]:
-        """The names of the edits of a request that can be added.
-
-        Raises:
-            ValueError: edits that have no room, or that ask something of a token id of V or more; no history, or one
-                that is too short.
-        """
+        """The names of the edits of a request that can be added."""
         edits = params.edits
         if not (edits or prompt or output):
             return edits
@@ -122,10 +107,6 @@ class EditSlots:
         """The edits of requests among the names of a caller, in their order, with what these need besides.
 
         What comes with a call, a mask and leave to write logits, is no edit of a request and is left out.
-
-        Raises:
-            TypeError: no collection of names.
-            ValueError: an unknown name, or an edit that reads a history where there is none.
         """
         if isinstance(names, str) or not isinstance(names, Collection):
             raise TypeError(f"edits must be a list of names, got {names!r}; ['penalties', 'stops']")
@@ -155,11 +136,7 @@ class EditSlots:
             del self._pending[slot]  # only now: where the device fails, a later upload tries again
 
     def set_history(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
-        """Write tokens of a request from a position on, and forget what stands behind them.
-
-        Raises:
-            ValueError: no history, or a position that it does not have.
-        """
+        """Write tokens of a request from a position on, and forget what stands behind them."""
         position = checked_int("position", position)
         end = position + len(token_ids)
         if not 0 <= position <= end <= self._history_len:
@@ -194,13 +171,7 @@ class EditSlots:
         return self._history
 
     def inputs(self, edits: tuple[str, ...], given: Mapping[str, Tensor], processed_scale: Tensor) -> EditInputs | None:
-        """What a step with these edits reads; None if none acts on logits.
-
-        Args:
-            edits: of the step.
-            given: the tensors of the call by name.
-            processed_scale: float32 ``[S]``, see ``LogprobInputs``; one tensor for all calls.
-        """
+        """What a step with these edits reads; None if none acts on logits."""
         if set(edits) <= {*SILENT}:
             return None
         if edits not in self._tables:

@@ -19,19 +19,12 @@ _AT_ONCE = 64  # tokens of one request that are recorded together; work grows wi
 class TokenHistory:
     """A history of one size, which steps read and write in place.
 
-    Args:
-        num_slots: S.
-        length: L, positions of a request.
-        prompt_lens: int32 ``[S]`` on the device, written by the owner, and so is the next.
-        is_read: int32 ``[S]``.
-        device: of the sampler.
-
     Attributes:
         table: ``[S + 1, 3, L]``; the last slot takes what padding writes.
     """
 
     def __init__(self, num_slots: int, length: int, prompt_lens: Tensor, is_read: Tensor, device: torch.device) -> None:
-        """Allocate the history of no token."""
+        # prompt_lens and is_read, int32 [S], are written by the owner.
         with torch.inference_mode(False):
             entries = sent(entries_of((), 0, length), device).repeat(num_slots + 1, 1, 1)
         self.table = History(entries, prompt_lens, is_read)

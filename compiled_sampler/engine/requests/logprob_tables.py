@@ -16,17 +16,10 @@ _MOST_KEPT = 64  # tensors of ids that no captured step reads
 
 
 class LogprobTables:
-    """The inputs of logprobs on the device.
-
-    Args:
-        processed_scale: float32 ``[S]``, see ``LogprobInputs``.
-
-    Attributes:
-        processed_scale: the same.
-    """
+    """The inputs of logprobs on the device."""
 
     def __init__(self, processed_scale: Tensor) -> None:
-        """No ids are on the device."""
+        # processed_scale, float32 [S], see LogprobInputs
         self.processed_scale, self._device = processed_scale, processed_scale.device
         self._captured: dict[Logprobs, Tensor] = {}
         self._others: dict[tuple[Logprobs, int], Tensor] = {}

@@ -36,12 +36,7 @@ _BY_CALL = MASK, *LEAVES  # names of edits that come with a call, and are no req
 
 
 def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, ...]:
-    """The entry of ``SlotTable`` for one request, as Python numbers; of a greedy request without filters and noise.
-
-    Args:
-        params: of the request, with a seed.
-        vocab_size: V.
-    """
+    """The entry of ``SlotTable`` for one request, as Python numbers; of a greedy request without filters and noise."""
     seed = as_int64(params.seed or 0)
     if params.is_greedy:
         return seed, 1.0, 0, 1, 1.0, -math.inf
@@ -61,11 +56,7 @@ def processed_scale(params: SamplingParams) -> float:
 
 
 def words_of_slots(slots: Sequence[int]) -> bytes:
-    """The slots of a batch by ``packer``.
-
-    Raises:
-        ValueError: a number beyond 64 bits, which is no slot.
-    """
+    """The slots of a batch by ``packer``."""
     try:
         return packer(len(slots))(*slots)
     except struct.error:
@@ -126,14 +117,6 @@ class RequestKind(NamedTuple):
 class SlotState:
     """The requests by slot, with their table on the device.
 
-    Args:
-        num_slots: S.
-        modes: the mode table; which of its modes cover a request is decided once, when the request is added.
-        device: of the slot table.
-        generator: that seeds of None are drawn from; None for the operating system.
-        edits: of the requests; None for a state whose requests have none.
-        most_rows: of the inputs of steps that lie in the mirror beside the table, slots and numbers of drafts.
-
     Attributes:
         params: by slot; None where no request is.
         staged: what ``table`` is made of, and how it comes to the device.
@@ -146,11 +129,10 @@ class SlotState:
         num_slots: int,
         modes: Sequence[Mode],
         device: torch.device,
-        generator: torch.Generator | None = None,
-        edits: EditSlots | None = None,
-        most_rows: int = 0,
+        generator: torch.Generator | None = None,  # of seeds of None; else the operating system
+        edits: EditSlots | None = None,  # for a state whose requests have none
+        most_rows: int = 0,  # of the inputs that lie in the mirror beside the table
     ) -> None:
-        """Create free slots, whose entries in the table filter nothing."""
         self._modes, self._generator, self._edits = tuple(modes), generator, edits
         self._vocab_size = modes[0].vocab_size
         self._kinds: dict[tuple[float, int, float, float], RequestKind] = {}
@@ -169,11 +151,7 @@ class SlotState:
         self._tables: dict[tuple[str, tuple[str, ...]], SlotTable] = {}  # saves 14 us an eager step; captures read them
 
     def __reduce__(self) -> NoReturn:
-        """Refuse copies and pickles of what holds requests: samplers, plans, drafts.
-
-        Raises:
-            TypeError: always; graphs read the memory that they were captured with.
-        """
+        """Refuse copies and pickles of what holds requests: samplers, plans, drafts."""
         raise TypeError(
             "a Sampler must not be copied or pickled, nor its plans and drafts, as captured graphs read its memory; "
             "share it, or make another with the same arguments and add_request() what is held here"
@@ -218,16 +196,7 @@ class SlotState:
         self.staged.mirror.upload()
 
     def add(self, params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = ()) -> int:
-        """The slot of a new request: the lowest free one; steps read its entry in the table from the next one on.
-
-        Args:
-            params: of the request.
-            prompt: token ids of its prompt, for edits.
-            output: token ids that were drawn before.
-
-        Raises:
-            RuntimeError: no slot is free.
-        """
+        """The slot of a new request: the lowest free one; steps read its entry in the table from the next one on."""
         if not self._free:
             raise RuntimeError(
                 f"all {len(self.params)} slots are taken; remove_request() one, or make the Sampler with a larger "
@@ -273,11 +242,7 @@ class SlotState:
         return found
 
     def remove(self, slot: int) -> None:
-        """Free a slot.
-
-        Raises:
-            ValueError: no request holds the slot.
-        """
+        """Free a slot."""
         self.request(slot)
         self.params[slot] = None
         needs = self._needs_of.pop(slot)
@@ -288,11 +253,7 @@ class SlotState:
         self._note(slot, _FREE)
 
     def request(self, slot: int) -> SamplingParams:
-        """The parameters of the request in a slot.
-
-        Raises:
-            ValueError: no request holds it.
-        """
+        """The parameters of the request in a slot."""
         params = self.params[slot] if 0 <= slot < len(self.params) else None
         if params is None:
             raise ValueError(f"slot must come from add_request() and not be removed, got {slot}")
@@ -302,13 +263,6 @@ class SlotState:
         """The modes that do not cover a batch, as bits: bit i for mode i of the table; and its edits, ``named_edits``.
 
         Every mode covers padding, -1.
-
-        Args:
-            slots: of the batch, R of them.
-            words: the same, as ``words_of_slots``.
-
-        Raises:
-            ValueError: a row names a slot without a request.
         """
         if len(slots) > FEW:
             needs = int(np.bitwise_or.reduce(self._needs.take(numbers_of(words) + 2, mode="clip")))
@@ -335,11 +289,6 @@ class SlotState:
         return needs
 
     def changed_since(self, epoch: int, slots: np.ndarray) -> np.ndarray:
-        """Whether each slot ``[R]`` was taken or freed after an epoch, as bools; never for padding.
-
-        Args:
-            epoch: as it was at some time.
-            slots: int64 ``[R]``, all of which were -1 or held then.
-        """
+        """Whether each slot ``[R]`` was taken or freed after an epoch, as bools; never for padding."""
         found: np.ndarray = self._changed[slots] > epoch
         return found

@@ -26,11 +26,6 @@ _SLAB_SIZE = 1 << 17  # 1 MiB: plans of 256 rows take a new one after 512 of the
 class StagedTable:
     """A slot table whose entries are written on the host, in a mirror: the next step brings them to the device.
 
-    Args:
-        num_slots: S.
-        entry: of a free slot, its seed and its needs, then the other columns of ``SlotTable`` and ``processed_scale``.
-        mirror: with room for ``num_words``.
-
     Attributes:
         mirror: as given.
         table: the slot table, for steps that serve every need.
@@ -39,7 +34,6 @@ class StagedTable:
     """
 
     def __init__(self, num_slots: int, entry: Sequence[float | int], mirror: HostMirror) -> None:
-        """Fill all slots."""
         self.mirror, self.steps_are_replays = mirror, False
         self._columns: list[Any] = []
         self._rests: list[object] = [None] * num_slots  # what each slot has behind its needs, once it was written
@@ -115,9 +109,6 @@ class DeviceReserve:
     """Device memory for plans that captures use first, inside which none can be allocated but that of their graph.
 
     A slab lives as long as a plan that was promised a part of it.
-
-    Args:
-        device: a GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -143,9 +134,6 @@ class DeviceReserve:
 
         A replay may run on any stream, so the host must wait. Inside a capture CUDA allows neither to wait for a stream
         or an event nor to ask for one: the host compares what comes back.
-
-        Raises:
-            RuntimeError: nothing came back within ten seconds.
         """
         pinned, echo = self._staging[:, : len(here)]
         pinned.copy_(here)
@@ -177,15 +165,11 @@ class PlannedTensors:
         numbers: of int64 as the machine has them, ``[N]``, by the name of the input that they are of a step.
         device: where they go.
         place: for a capture that is the first to ask; None for a CPU.
-
-    Attributes:
-        host: ``numbers``.
     """
 
     __slots__ = ("_device", "_place", "_there", "host")
 
     def __init__(self, numbers: dict[str, bytes], device: torch.device, place: Place | None) -> None:
-        """Upload nothing."""
         self.host, self._device, self._place = numbers, device, place
         self._there: dict[str, Tensor] | None = None
 
