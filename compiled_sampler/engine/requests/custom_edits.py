@@ -167,6 +167,7 @@ class EditStates:
     """The tensors ``[S, ...]`` that edits declare; they keep their place, as captured steps read there."""
 
     def __init__(self, edits: Sequence[LogitEdit], num_slots: int, vocab_size: int, device: torch.device) -> None:
+        # All are allocated now: a step that is captured may allocate none that stays.
         self._declared = {name_of(each): checked_states(each, vocab_size) for each in edits}
         self._tensors = dict[str, Tensor]()
         with torch.inference_mode(False):  # what is made inside could not be written outside of it
