@@ -16,7 +16,7 @@ from compiled_sampler.lowering.stages.tuning import Tile
 _POLICY = re.compile(r", eviction_policy='\w+'")
 _WAIT, _LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 _VALUE = re.compile(r"(tmp\d+) = (.*)")
-_READ = re.compile(r"\b(?:tmp\d+|(?:in|out|in_out)_ptr\d+)\b")
+_READ = re.compile(r"\b(?:_?tmp\w*|(?:in|out|in_out)_ptr\d+)\b")
 _LONGEST = 4096  # elements of one reduction that a thread block holds in registers
 
 
@@ -122,6 +122,8 @@ def ahead(source: str, pointers: Collection[str]) -> str:
     indent = lines[waits[0]].removesuffix(_WAIT)
     moved = []
     for number, line in enumerate(lines[waits[0] :], waits[0]):
+        if line.startswith(f"{indent}for "):
+            break  # what follows a loop may depend on it by other names
         value = _VALUE.fullmatch(line.removeprefix(indent))
         if value and settled.issuperset(_READ.findall(value[2])):
             settled.add(value[1])

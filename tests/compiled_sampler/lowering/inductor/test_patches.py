@@ -127,8 +127,11 @@ def test_what_rows_need_is_read_before_the_wait_and_nothing_else():
             "    tmp3 = tl.load(in_ptr2 + (tmp1), xmask)",
             "    tmp4 = tl.load(in_ptr2 + (tmp2), xmask)",
             "    tmp5 = tmp3 & tmp4",
+            "    _tmp7 = tl.full([XBLOCK, R0_BLOCK], tmp4, tl.int32)",
+            "    tmp8 = _tmp7 + 1",
             "    for r0_offset in range(0, r0_numel, R0_BLOCK):",
             "        tmp6 = tmp1 + 1",
+            "    tmp9 = tmp1 + roffset",
             "    tl.store(out_ptr0 + (x0), tmp5, xmask)",
         ],
     )
@@ -152,6 +155,19 @@ def test_generated_code_reads_slots_and_needs_before_it_waits_and_keys_afterward
         (found,) = generated(lambda run: run(first_from_blocks, *given, **static), "triton")
     steps = re.findall(r"gdc_wait|tl\.load|max2", found.code)
     assert steps == ["tl.load"] * 3 + ["gdc_wait"] + ["tl.load"] * 3 + ["max2"] * 2
+
+
+def test_generated_code_of_a_row_too_long_for_registers_is_valid_and_waits_first():
+    pytest.importorskip("triton")
+    table, slots = slot_table([SamplingParams(seed=1)], 400_000), torch.zeros(1, dtype=torch.int64)
+    blocks = BlockMaxima(*(torch.zeros(1, 8_000, dtype=torch.int32) for _ in range(3)))
+    static = {"vocab_size": 400_000, "block": 50}
+    given = torch.randn(1, 400_000), blocks, RowSlots(table, slots, slots)
+    with for_a_gpu():
+        (found,) = generated(lambda run: run(first_from_blocks, *given, **static), "triton")
+    assert "for r0_offset" in found.code
+    for kernel in re.findall(r"^def triton_.*?(?=^\'\'\')", found.code, re.MULTILINE | re.DOTALL):
+        assert re.findall(r"gdc_wait|tl\.load", kernel)[0] == "gdc_wait"
 
 
 def test_inductor_makes_its_own_kernels_again_afterwards():
