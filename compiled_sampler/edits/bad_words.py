@@ -44,15 +44,7 @@ class BadWords(NamedTuple):
 def without_bad_words(
     x: Tensor, slots: Tensor, positions: Tensor, words: BadWords, history: History
 ) -> tuple[Tensor, Tensor]:
-    """The last tokens of a request's bad words, int64 ``[R, W]``, and their logits: -inf where the rest was drawn.
-
-    Args:
-        x: float32 ``[R, V]``.
-        slots: int64 ``[R]``; -1 for padding.
-        positions: int64 ``[R]``, of the token to draw.
-        words: by slot.
-        history: by slot.
-    """
+    """The last tokens of a request's bad words, int64 ``[R, W]``, and their logits: -inf where the rest was drawn."""
     slot, place, is_edited = list_entries(slots, words.counts, words.token_ids)
     word = words.token_ids[slot[:, None], place]  # [R, W, M]
     begun = _is_begun(word[..., :-1], slot, positions, words.prompt_lens[slot], history)
@@ -63,29 +55,17 @@ def without_bad_words(
 
 
 def _is_begun(start: Tensor, slot: Tensor, positions: Tensor, first: Tensor, history: History) -> Tensor:
-    """Whether the tokens before a row's own position are these: bool ``[R, W]``.
-
-    Args:
-        start: int32 ``[R, W, M - 1]``, ``UNWRITTEN`` for any token.
-        slot: int64 ``[R]``.
-        positions: int64 ``[R]``.
-        first: int64 ``[R]``, the first position that may be compared.
-        history: by slot.
-    """
+    """Whether the tokens before a row's own position are ``start``, int32 ``[R, W, M - 1]``: bool ``[R, W]``."""
     most, length = history.entries.shape[2], start.shape[2]
     place = positions[:, None] - length + torch.arange(length, device=start.device)
     held = history.entries[slot[:, None], TOKEN, place.clamp(0, most - 1)]
     held = torch.where((place >= first[:, None]) & (place < most), held, UNWRITTEN)
+    # ``UNWRITTEN`` in ``start`` stands for any token
     return ((start == UNWRITTEN) | (start == held[:, None, :])).all(-1)
 
 
 def checked_words(name: str, values: object) -> tuple[tuple[int, ...], ...]:
-    """Sequences of token ids, none of them empty, each once.
-
-    Raises:
-        TypeError: no sequence of sequences of ints.
-        ValueError: an empty sequence, or a number that is no token id.
-    """
+    """Sequences of token ids, none of them empty, each once."""
     if values is None:
         return ()
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):

@@ -50,28 +50,12 @@ class BiasLists(NamedTuple):
 def write_biases(
     x: Tensor, bits: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int, tells: bool = False
 ) -> EditedTokens | None:
-    """What ``take_back`` undoes, None if it is not asked for; biases are in the logits afterwards.
-
-    Args:
-        x: float32 ``[R, V]``.
-        bits: int32 ``[R, V]``, the memory of ``x``.
-        slots: int64 ``[R]``; -1 for padding.
-        lists: by slot.
-        vocab_size: V.
-        tells: whether it is asked for.
-    """
+    """What ``take_back`` undoes, None unless ``tells``; biases are in the logits afterwards."""
     return add_to_bits(bits, biased_tokens(x, slots, lists, vocab_size=vocab_size), tells)
 
 
 def biased_tokens(x: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int) -> EditedTokens:
-    """What biases change, ``[R, n]``.
-
-    Args:
-        x: float32 ``[R, V]``.
-        slots: int64 ``[R]``; -1 for padding.
-        lists: by slot.
-        vocab_size: V.
-    """
+    """What biases change, ``[R, n]``."""
     slot, place = slots.clamp(min=0), indices(lists.token_ids.shape[1], slots.device)
     is_entry = place < torch.where(slots >= 0, lists.counts[slot], 0)[:, None]
     ids = entry_ids(lists.token_ids[slot], is_entry, vocab_size)
@@ -85,18 +69,10 @@ def _biased(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def checked_bias(name: str, values: object) -> tuple[tuple[int, float], ...]:
-    """Biases as pairs of a token id and a number that float32 holds, by ascending id.
-
-    Args:
-        name: of the parameter.
-        values: a mapping from token id to bias, as OpenAI's ``logit_bias``, or such pairs; None for none.
-
-    Raises:
-        TypeError: something else.
-        ValueError: a bias that is not finite in float32 and not -inf; an id twice or out of range.
-    """
+    """Biases as pairs of a token id and a number that float32 holds, by ascending id."""
     if values is None:
         return ()
+    # a mapping has the form of OpenAI's ``logit_bias``
     pairs = list(values.items()) if isinstance(values, Mapping) else _pairs(name, values)
     made: dict[int, float] = {}
     for key, value in pairs:

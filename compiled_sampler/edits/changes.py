@@ -30,17 +30,10 @@ class EditedTokens(NamedTuple):
 
 
 def entry_ids(token_ids: Tensor, is_entry: Tensor, vocab_size: int) -> Tensor:
-    """The tokens of entries, int64 ``[R, n]``, and a different one for each that stands for nothing, while there are.
-
-    Were it the same for all, a GPU would add their zeros in one place, one after the other.
-
-    Args:
-        token_ids: int32 ``[R, n]``.
-        is_entry: bool ``[R, n]``, false for what stands for nothing.
-        vocab_size: V.
-    """
+    """Tokens of entries, int64 ``[R, n]``; of those that stand for nothing a different one each, while there are."""
     count = token_ids.shape[1]
     place = indices(count, token_ids.device)
+    # Were it the same id for all, a GPU would add their zeros in one place, one after the other.
     return torch.where(is_entry, token_ids, place if count <= vocab_size else place % vocab_size).to(torch.int64)
 
 
@@ -59,22 +52,15 @@ def add_to_bits(bits: Tensor, made: EditedTokens, tells: bool) -> EditedTokens |
 
 
 def take_back(bits: Tensor, made: EditedTokens) -> None:
-    """Nothing; logits have the bits again that they had before an edit, if later ones were taken back already.
-
-    Args:
-        bits: int32 ``[R, V]``, of logits.
-        made: what the edit added, with token ids in int32.
-    """
+    """Nothing; logits have the bits again that they had before an edit, if later ones were taken back already."""
     add_to_bits(bits, EditedTokens(made.token_ids.to(torch.int64), -made.added), tells=False)
 
 
 def list_entries(slots: Tensor, counts: Tensor, lists: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The slot of each row, int64 ``[R]``, the entries of its list, int64 ``[R, n]``, and whether it has any.
-
-    Behind the last entry stands the first one. Whether there is any is bool ``[R, 1]``, false for padding.
-    """
+    """The slot of each row ``[R]``, the entries of its list ``[R, n]``, and whether it has any, bool ``[R, 1]``."""
     slot, place = slots.clamp(min=0), torch.arange(lists.shape[1], device=slots.device)
     count = torch.where(slots >= 0, counts[slot], 0)[:, None]
+    # behind the last entry stands the first one
     return slot, torch.where(place < count, place, 0), count > 0
 
 
@@ -86,10 +72,7 @@ class ListWriter(Protocol):
         ...
 
     def put(self, stage: Callable[..., Any], *read: Any, smallest: bool = False) -> None:
-        """Write the tokens and logits ``[R, n]`` of ``stage(x, *read)``.
-
-        Of a token that comes again they have the same logit each time, or the smallest one is meant.
-        """
+        """Write tokens and logits ``[R, n]`` of ``stage(x, *read)``; of equal tokens one, or the ``smallest``."""
         ...
 
 

@@ -17,16 +17,7 @@ SCOPES = ("all", "output")
 
 
 def checked_token_ids(name: str, values: object) -> tuple[int, ...]:
-    """Token ids as a tuple of Python ints, each once, in the order in which they came.
-
-    Args:
-        name: of the parameter.
-        values: from the caller; None for none.
-
-    Raises:
-        TypeError: no sequence of ints.
-        ValueError: a number that is no token id in any vocabulary.
-    """
+    """Token ids as a tuple of Python ints, each once, in the order in which they came."""
     if values is None:
         return ()
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
@@ -35,12 +26,7 @@ def checked_token_ids(name: str, values: object) -> tuple[int, ...]:
 
 
 def checked_token_id(name: str, value: object) -> int:
-    """A token id as a Python int.
-
-    Raises:
-        TypeError: no int.
-        ValueError: a number that is no token id in any vocabulary.
-    """
+    """A token id as a Python int."""
     found = checked_int(name, value, "token ids are Python ints")
     if not 0 <= found <= MAX_TOKEN_ID:
         raise ValueError(f"{name} must be >= 0 and below the vocabulary's size, got {found}; leave it out")
@@ -48,10 +34,7 @@ def checked_token_id(name: str, value: object) -> int:
 
 
 def in_range(text: str, holds: Callable[[float], bool], way_out: str) -> Callable[[str, object], float]:
-    """A check of a parameter that is a number, stored as a Python float; ``text`` is the range as errors have it.
-
-    The check raises TypeError for no number, ValueError out of range.
-    """
+    """A check of a parameter that is a number, stored as a Python float; ``text`` is the range as errors have it."""
 
     def check(name: str, value: object) -> float:
         number = checked_float(name, value)
@@ -78,35 +61,20 @@ def _check_holds(name: str, number: float, text: str, holds: Callable[[float], b
 
 
 def checked_flag(name: str, value: object, way_out: str) -> bool:
-    """A bool.
-
-    Raises:
-        TypeError: something else.
-    """
+    """A bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be a bool, got {value!r}; {way_out}")
     return value
 
 
 def check_scope(name: str, value: object) -> object:
-    """A scope, which is "all" or "output".
-
-    Raises:
-        ValueError: another value.
-    """
+    """A scope, which is "all" or "output"."""
     check_choice(name, value, SCOPES, "'all' looks at the prompt too")
     return value
 
 
 def checked_extra_args(values: object) -> tuple[tuple[str, Any], ...]:
-    """What a request sets for edits of the user, as pairs by name: a dataclass as it is, or pairs of the parameters.
-
-    Args:
-        values: a mapping from the name of an edit to its parameters, a mapping or a frozen dataclass; such pairs; None.
-
-    Raises:
-        TypeError: something else.
-    """
+    """What a request sets for edits of the user, as pairs by name: a dataclass as it is, or pairs of the parameters."""
     way_out = "{name: {parameter: number}}"
     pairs = values.items() if isinstance(values, Mapping) else () if values is None else values
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):

@@ -29,26 +29,12 @@ def customized(
     edits: CustomEdits,
     vocab_size: int,
 ) -> Tensor:
-    """The logits after masks and the edits of the user, float32 ``[R, V]`` in new memory; what was -inf stays so.
-
-    Rows whose request does not have an edit pass it as they are, bit for bit. What an edit makes a denormal is 0.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, after the other edits, or such rows of more.
-        token_bitmask: int32 ``[R, >= ceil(V / 32)]``; None for no mask.
-        slots: int64 ``[R]``; -1 for padding.
-        positions: int64 ``[R]``, of the token to draw.
-        allowed: by slot; None if every token is.
-        tables: by slot and by token.
-        given: tensors of the call, ``[R, >=V]`` or ``[R]``.
-        history: by slot; None if no edit reads it.
-        edits: which act.
-        vocab_size: V.
-    """
+    """The logits after masks and, last, the edits of the user: float32 ``[R, V]`` in new memory; -inf stays -inf."""
     x = masked(logits, token_bitmask, slots, allowed, vocab_size=vocab_size)
     is_masked = x == float("-inf")
     ids = indices(vocab_size, x.device)[None]
     for number, (is_used, rows) in enumerate(edit_rows(edits, slots, positions, tables, given, history, vocab_size)):
+        # what an edit makes a denormal is 0; rows without the edit keep all bits
         after = without_denormals(edits.edits[number].edit(without_denormals(x), ids, rows))
         x = torch.where(is_used, after, x)
     return torch.where(is_masked, float("-inf"), x)
@@ -63,7 +49,7 @@ def edit_rows(
     history: History | None,
     vocab_size: int,
 ) -> Iterator[tuple[Tensor, EditRows]]:
-    """Which rows have an edit, bool ``[R, 1]``, and what it reads of them, for each edit; arguments as above."""
+    """Which rows have an edit, bool ``[R, 1]``, and what it reads of them, for each edit."""
     slot, rest, tokens, states = slots.clamp(min=0), iter(given), iter(tables.tokens), iter(tables.states)
     numbers = tables.numbers.columns[slot]  # [R, n]
     for number, edit in enumerate(edits.edits):
@@ -93,14 +79,7 @@ def of_row(values: Tensor) -> Tensor:
 
 
 def tokens_before(slot: Tensor, positions: Tensor, history: History, count: int) -> Tensor:
-    """The tokens before each row's own, int32 ``[R, count]``, the last one last; ``UNWRITTEN`` where there is none.
-
-    Args:
-        slot: int64 ``[R]``.
-        positions: int64 ``[R]``, of the token to draw.
-        history: by slot.
-        count: tokens of a row.
-    """
+    """The tokens before each row's own, int32 ``[R, count]``, the last one last; ``UNWRITTEN`` where there is none."""
     most = history.entries.shape[2]
     place = positions[:, None] - count + torch.arange(count, device=positions.device)
     held = history.entries[slot[:, None], TOKEN, place.clamp(0, most - 1)]

@@ -55,17 +55,7 @@ class Dry(NamedTuple):
 def without_repetitions(
     x: Tensor, slots: Tensor, positions: Tensor, dry: Dry, history: History
 ) -> tuple[Tensor, Tensor]:
-    """Tokens of each row's history, int64 ``[R, L]``, and what their logits become at most, float32.
-
-    Positions that penalize nothing name other tokens, each its own, with the logits that these have.
-
-    Args:
-        x: float32 ``[R, V]``.
-        slots: int64 ``[R]``; -1 for padding.
-        positions: int64 ``[R]``, of the token to draw; what stands there or behind is not read.
-        dry: by slot.
-        history: by slot.
-    """
+    """Tokens of each row's history, int64 ``[R, L]``, and what their logits become at most, float32."""
     slot, most = slots.clamp(min=0), history.entries.shape[2]
     end, first = positions.clamp(max=most), positions - dry.ranges[slot]
     first = torch.where(dry.ranges[slot] > 0, first.clamp(min=0), 0)
@@ -76,6 +66,7 @@ def without_repetitions(
     inside = (place[None, :] - first[:, None]).clamp(0, MOST_REPEATED)
     length = torch.minimum(_lengths(held, last), inside)
     is_penalized = (place < end[:, None]) & (held >= 0) & ~_is_breaker(held, slot, dry) & (slots >= 0)[:, None]
+    # positions that penalize nothing name other tokens, each its own, whose logits stay
     token = entry_ids(held, is_penalized, x.shape[1])
     before = x.gather(1, token)
     penalty = torch.where(is_penalized, dry.penalties[slot[:, None], length], 0.0)
@@ -89,15 +80,11 @@ def _last_places(positions: Tensor) -> Tensor:
 
 
 def _lengths(held: Tensor, last: Tensor) -> Tensor:
-    """How many tokens before each position are the last ones of the row: int64 ``[R, L]``, at most ``MOST_REPEATED``.
-
-    Args:
-        held: int32 ``[R, L]``, the tokens by position.
-        last: int32 ``[R, MOST_REPEATED]``, the last ones; ``UNWRITTEN`` is like none.
-    """
+    """How many tokens before each position are the last ones of the row: int64 ``[R, L]``, up to ``MOST_REPEATED``."""
     before = F.pad(held, (MOST_REPEATED, 0), value=UNWRITTEN).unfold(1, MOST_REPEATED, 1)[:, :-1]
     # not int8: of one row Inductor's C++ finds another maximum of int8 (torch 2.13)
     number = torch.arange(1, MOST_REPEATED + 1, device=held.device, dtype=torch.int32)
+    # ``UNWRITTEN`` among the last ones is like none
     is_same = (before == last[:, None, :]) & (last >= 0)[:, None, :]
     return MOST_REPEATED - torch.where(is_same, 0, number).amax(-1).to(torch.int64)
 
@@ -110,11 +97,9 @@ def _is_breaker(tokens: Tensor, slot: Tensor, dry: Dry) -> Tensor:
 
 
 def penalties_by_length(params: Params) -> np.ndarray:
-    """What DRY subtracts by the length of a repetition, float32 ``[MOST_REPEATED + 1]``; 0 for one that is allowed.
-
-    Powers are exact fractions of ints, rounded to float64 and then to float32, at most the largest number of float32.
-    """
+    """What DRY subtracts by the length of a repetition, float32 ``[MOST_REPEATED + 1]``; 0 for one that is allowed."""
     made, least = np.zeros(MOST_REPEATED + 1, np.float32), params.dry_allowed_length
+    # Powers are exact fractions of ints, rounded to float64 and then to float32.
     (above, below), (base, scale) = params.dry_multiplier.as_integer_ratio(), params.dry_base.as_integer_ratio()
     for length in range(least, MOST_REPEATED + 1):
         made[length] = normal(min(above / below, FLOAT_MAX))  # Python rounds a quotient of ints once

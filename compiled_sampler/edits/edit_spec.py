@@ -134,11 +134,7 @@ class EditSpec:
 
 
 def check_count(name: str, count: int, sizes: EditSizes) -> None:
-    """Raise unless a row has room for the entries of a request; ``name`` is that of the size.
-
-    Raises:
-        ValueError: too many.
-    """
+    """Raise unless a row has room for the entries of a request; ``name`` is that of the size."""
     most = getattr(sizes, name)
     if count > most:
         way_out = f"Sampler(edit_sizes=EditSizes({name}={count}))"
@@ -146,11 +142,7 @@ def check_count(name: str, count: int, sizes: EditSizes) -> None:
 
 
 def check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raise unless the vocabulary has the tokens of a parameter.
-
-    Raises:
-        ValueError: it lacks one.
-    """
+    """Raise unless the vocabulary has the tokens of a parameter."""
     if max(token_ids, default=0) >= vocab_size:
         raise ValueError(f"{name} must be below vocab_size {vocab_size}, got {max(token_ids)}; leave it out")
 

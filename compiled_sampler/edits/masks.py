@@ -59,15 +59,7 @@ def masked(
     *,
     vocab_size: int,
 ) -> Tensor:
-    """The logits, float32 ``[R, V]``, with -inf for tokens that a row may not draw; in new memory if there is a mask.
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``, or such rows of more.
-        token_bitmask: int32 ``[R, >= ceil(V / 32)]``, by row; None for no mask.
-        slots: int64 ``[R]``; -1 for padding.
-        allowed: by slot; None if every token is.
-        vocab_size: V.
-    """
+    """Logits, float32 ``[R, V]``, with -inf for tokens that a row may not draw; in new memory if there is a mask."""
     x, words = _float_rows(logits, vocab_size), row_words(token_bitmask, slots, allowed, vocab_size=vocab_size)
     return x if words is None else unmasked(x, token_words(words, vocab_size), indices(vocab_size, x.device))
 
@@ -82,7 +74,7 @@ def _float_rows(logits: Tensor | PickedRows, vocab_size: int) -> Tensor:
 def row_words(
     token_bitmask: Tensor | None, slots: Tensor, allowed: AllowedIds | None, *, vocab_size: int
 ) -> Tensor | None:
-    """The bits of the tokens that each row may draw, int32 ``[R, ceil(V / 32)]``; None for all; arguments as above."""
+    """The bits of the tokens that each row may draw, int32 ``[R, ceil(V / 32)]``; None for all."""
     words = None if token_bitmask is None else token_bitmask[:, : -(-vocab_size // 32)]
     if allowed is None:
         return words
@@ -91,10 +83,8 @@ def row_words(
 
 
 def token_words(words: Tensor, vocab_size: int) -> Tensor:
-    """The word that holds the bit of each token, int32 ``[R, V]``, of words int32 ``[R, ceil(V / 32)]``.
-
-    Words are indexed, not repeated by a view: of such a row Inductor's C++ loses what is behind the last whole word.
-    """
+    """The word that holds the bit of each token, int32 ``[R, V]``, of words int32 ``[R, ceil(V / 32)]``."""
+    # Indexed, not repeated by a view: of such a row Inductor's C++ loses what is behind the last whole word.
     return words[:, indices(vocab_size, words.device) >> 5]
 
 

@@ -42,14 +42,7 @@ class StopLists(NamedTuple):
 
 
 def without_stops(x: Tensor, slots: Tensor, positions: Tensor, lists: StopLists) -> tuple[Tensor, Tensor]:
-    """The tokens that end a request, int64 ``[R, T]``, and their logits: -inf before ``min_tokens`` were drawn.
-
-    Args:
-        x: float32 ``[R, V]``.
-        slots: int64 ``[R]``; -1 for padding.
-        positions: int64 ``[R]``, of the token to draw.
-        lists: by slot.
-    """
+    """The tokens that end a request, int64 ``[R, T]``, and their logits: -inf before ``min_tokens`` were drawn."""
     slot, place, is_edited = list_entries(slots, lists.counts, lists.token_ids)
     ids = lists.token_ids[slot[:, None], place].to(torch.int64)
     before = x.gather(1, ids)

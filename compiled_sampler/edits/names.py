@@ -48,16 +48,11 @@ def writes_lists(edits: Sequence[str]) -> bool:
 
 
 def without_vain_leave(edits: tuple[str, ...], *, reads_raw: bool, by_row: bool) -> tuple[str, ...]:
-    """The edits without leave to write into the logits that is of no use to a step with them.
-
-    Args:
-        edits: of the step.
-        reads_raw: whether it reads the logits before edits for logprobs: then only leave that restores them is of use.
-        by_row: whether each row draws a token; elsewhere the logits are not restored before they are read for logprobs.
-    """
+    """The edits without leave to write into the logits that is of no use to a step with them."""
     is_listed = writes_lists(edits)
     if is_listed and not reads_raw:
         return edits
+    # Logprobs of raw logits need them restored before they are read, which is done only where each row draws a token.
     vain = {CONSUMES} if is_listed and by_row else {*LEAVES}
     return tuple(name for name in edits if name not in vain)
 

@@ -49,34 +49,14 @@ def write_penalties(
     vocab_size: int,
     tells: bool = False,
 ) -> EditedTokens | None:
-    """What ``take_back`` undoes, None if it is not asked for; penalties are in the logits afterwards.
-
-    Args:
-        x: float32 ``[R, V]``.
-        bits: int32 ``[R, V]``, the memory of ``x``.
-        slots: int64 ``[R]``; -1 for padding.
-        positions: int64 ``[R]``, of the token to draw.
-        penalties: by slot.
-        history: by slot.
-        vocab_size: V.
-        tells: whether it is asked for.
-    """
+    """What ``take_back`` undoes, None unless ``tells``; penalties are in the logits afterwards."""
     return add_to_bits(bits, penalized_tokens(x, slots, positions, penalties, history, vocab_size=vocab_size), tells)
 
 
 def penalized_tokens(
     x: Tensor, slots: Tensor, positions: Tensor, penalties: Penalties, history: History, *, vocab_size: int
 ) -> EditedTokens:
-    """What penalties change in the tokens of each row's history, ``[R, L]``.
-
-    Args:
-        x: float32 ``[R, V]``, with biases.
-        slots: int64 ``[R]``; -1 for padding.
-        positions: int64 ``[R]``, of the token to draw; what stands there or behind is not read.
-        penalties: by slot.
-        history: by slot.
-        vocab_size: V.
-    """
+    """What penalties change in the tokens of each row's history, ``[R, L]``; biases are in the logits before."""
     slot, most = slots.clamp(min=0), history.entries.shape[2]
     is_last = _is_last(slot, positions.clamp(max=most).to(torch.int32), history) & (slots >= 0)[:, None]
     ids = entry_ids(history.entries[slot, TOKEN], is_last, vocab_size)
@@ -86,17 +66,9 @@ def penalized_tokens(
 
 
 def penalized_logits(x: Tensor, drawn: Tensor, penalties: Penalties) -> Tensor:
-    """Logits of tokens that the history holds, after penalties: float32, each operation rounded once.
-
-    Repetition is that of CTRL (1909.05858), as transformers and vLLM have it, with ``1 / r`` rounded before; frequency
-    and presence are those of OpenAI's API, in vLLM's order. Denormals count as ``+0.0``; a logit that no penalty
-    changes keeps its bits.
-
-    Args:
-        x: float32, any shape.
-        drawn: int32, the same shape, how many times the token was drawn; 0 for one of the prompt alone.
-        penalties: broadcastable to ``x``.
-    """
+    """Logits of tokens that the history holds, after penalties: float32, each operation rounded once."""
+    # Repetition is that of CTRL (1909.05858), as transformers and vLLM have it, with ``1 / r`` rounded before;
+    # frequency and presence are those of OpenAI's API, in vLLM's order. A logit that no penalty changes keeps its bits.
     times, is_drawn = drawn.to(torch.float32), drawn > 0
     is_repeated = ((penalties.of_output == 0) | is_drawn) & (penalties.repetition != 1.0)
     is_lowered = is_drawn & ((penalties.frequency != 0.0) | (penalties.presence != 0.0))
@@ -109,13 +81,7 @@ def penalized_logits(x: Tensor, drawn: Tensor, penalties: Penalties) -> Tensor:
 
 
 def _is_last(slot: Tensor, positions: Tensor, history: History) -> Tensor:
-    """Whether a position holds a token, and none before the row's own holds it later: bool ``[R, L]``.
-
-    Args:
-        slot: int64 ``[R]``.
-        positions: int32 ``[R]``, at most L.
-        history: by slot.
-    """
+    """Whether a position holds a token, and none before the row's own holds it later: bool ``[R, L]``."""
     entries, most = history.entries[slot], history.entries.shape[2]
     here, following, place = entries[:, TOKEN], entries[:, SUCCESSOR], indices(most, slot.device)
     there = history.entries[slot[:, None], TOKEN, following.clamp(max=most - 1)]

@@ -61,20 +61,10 @@ def record_draws(
     *,
     num_places: int = 0,
 ) -> DrawEnds:
-    """What is known of rows once the token of each is in the history.
-
-    Args:
-        history: by slot.
-        rows: the same memory.
-        slots: int64 ``[R]``, each once; -1 for padding.
-        positions: int64 ``[R]``.
-        token_ids: int64 ``[R]``; -1 where a row is all masked.
-        status: int32 ``[R]``.
-        stops: by slot.
-        num_places: see ``are_ends``; with those of the history, its search and that of the stops are one kernel.
-    """
+    """What is known of rows once the token of each is in the history; each slot once."""
     slots = covered_slots(slots, status)
     record = recorded(slots, positions, token_ids[:, None], torch.ones_like(slots), history)
+    # with as many places as the history, its search and that of the stops are one kernel
     finished = are_ends(token_ids, status, slots, stops, num_places=num_places)
     ends = DrawEnds(_with_exceeded(status, slots, positions, history), finished)
     write_record(rows, record)
@@ -92,20 +82,10 @@ def record_drafts(
     *,
     vocab_size: int,
 ) -> None:
-    """Write the drafts of covered requests before they are judged; what is no token id is a position without a token.
-
-    Args:
-        history: by slot.
-        rows: the same memory.
-        slots: int64 ``[N]``, each once; -1 for padding.
-        positions: int64 ``[N]``, of the first draft.
-        draft_token_ids: int64 ``[N, K]``.
-        num_drafts: int64 ``[N]``; -1 for padding.
-        table: parameters by slot.
-        vocab_size: V.
-    """
+    """Write the drafts of covered requests before they are judged."""
     covered = torch.where(lacks_service(table, slots), -1, slots)
     is_token = (draft_token_ids >= 0) & (draft_token_ids < vocab_size)
+    # what is no token id is a position without a token
     token_ids = torch.where(is_token, draft_token_ids, UNWRITTEN)
     write_record(rows, recorded(covered, positions, token_ids, num_drafts, history))
 
@@ -119,21 +99,10 @@ def record_ends(
     num_drafts: Tensor,
     status: Tensor,
 ) -> Tensor:
-    """The status of requests, int32 ``[N]``, once what each emits is in the history, in place of its drafts.
-
-    A draft that was rejected leaves a position without a token.
-
-    Args:
-        history: by slot.
-        rows: the same memory.
-        slots: int64 ``[N]``, each once; -1 for padding.
-        positions: int64 ``[N]``, of the first token.
-        emitted: int64 ``[N, K+1]``; -1 behind the last one.
-        num_drafts: int64 ``[N]``; -1 for padding.
-        status: int32 ``[N]``.
-    """
+    """The status of requests, int32 ``[N]``, once what each emits is in the history, in place of its drafts."""
     slots = covered_slots(slots, status)
     last = positions + ((emitted >= 0).sum(-1) - 1).clamp(min=0)
+    # a draft that was rejected leaves a position without a token
     record = recorded(slots, positions, emitted, num_drafts + 1, history)
     status = _with_exceeded(status, slots, last, history)
     write_record(rows, record)
@@ -141,19 +110,12 @@ def record_ends(
 
 
 def recorded(slots: Tensor, positions: Tensor, token_ids: Tensor, counts: Tensor, history: History) -> Record:
-    """The record of up to K tokens of each request, one behind the other.
-
-    Args:
-        slots: int64 ``[N]``, each once; -1 for padding.
-        positions: int64 ``[N]``, of the first token.
-        token_ids: int64 ``[N, K]``; a number below 0 is a position that holds no token from now on.
-        counts: int64 ``[N]``, tokens of each request, at most K; what is behind them is not written.
-        history: by slot.
-    """
+    """The record of up to K tokens of each request, one behind the other; each slot once."""
     slot, offset = slots.clamp(min=0), torch.arange(token_ids.shape[1], device=slots.device)
     most, nowhere = history.entries.shape[2], history.entries.shape[0] - 1
     place = positions[:, None] + offset
     is_written = (slots[:, None] >= 0) & (offset < counts[:, None]) & (place >= 0) & (place < most)
+    # a number below 0 is a position that holds no token from now on
     is_token = is_written & (token_ids >= 0)
     earlier = _latest(slot, positions, token_ids, history)  # [N, K], -1 for none
     is_output = place >= history.prompt_lens[slot][:, None]
@@ -200,13 +162,7 @@ def _with_exceeded(status: Tensor, slots: Tensor, positions: Tensor, history: Hi
 
 
 def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.ndarray:
-    """``History.entries`` of one request, int32 ``[3, length]``, whose first tokens are known.
-
-    Args:
-        token_ids: of the positions from 0 on, at most ``length``; ``UNWRITTEN`` for one that counts for nothing.
-        prompt_len: how many of them are the prompt's.
-        length: L.
-    """
+    """``History.entries`` of one request whose first tokens are known: int32 ``[3, length]``; ``UNWRITTEN`` is none."""
     made = np.empty((3, length), np.int32)
     made[:] = np.array([UNWRITTEN, 0, NO_SUCCESSOR])[:, None]
     count = len(token_ids)

@@ -10,37 +10,17 @@ from compiled_sampler.edits.min_tokens import StopLists
 
 
 def with_finished(drawn: SampleOutputs, slots: Tensor, stops: StopLists) -> SampleOutputs:
-    """The draws of a step, with ``finished``: bool ``[R]``, whether a row's token ends its request.
-
-    Args:
-        drawn: ``[R]``.
-        slots: int64 ``[R]``; -1 for padding.
-        stops: by slot.
-    """
+    """The draws of a step, with ``finished``: bool ``[R]``, whether a row's token ends its request."""
     return SampleOutputs(drawn.token_ids, drawn.status, are_ends(drawn.token_ids, drawn.status, slots, stops))
 
 
 def are_ends(token_ids: Tensor, status: Tensor, slots: Tensor, stops: StopLists, *, num_places: int = 0) -> Tensor:
-    """Whether the tokens of rows end their requests, bool ``[R]``.
-
-    Args:
-        token_ids: int64 ``[R]``.
-        status: int32 ``[R]``.
-        slots: int64 ``[R]``; -1 for padding.
-        stops: by slot.
-        num_places: places of a list that are looked at, if it has fewer: one kernel may look at a longer list there.
-    """
+    """Whether the tokens of rows end their requests, bool ``[R]``."""
     return _is_stop(token_ids[:, None], slots, stops, num_places)[:, 0] | _is_all_masked(status)
 
 
 def cut_at_stop(made: VerifyOutputs, slots: Tensor, stops: StopLists) -> VerifyOutputs:
-    """The tokens of a verification up to the first that ends its request, with ``finished``, bool ``[N]``.
-
-    Args:
-        made: ``[N]``, whose tokens are cut: what is behind such a token was not emitted.
-        slots: int64 ``[N]``; -1 for padding.
-        stops: by slot.
-    """
+    """The tokens of a verification up to the first that ends its request, with ``finished``, bool ``[N]``."""
     ends = _is_stop(made.token_ids, slots, stops)
     place = torch.arange(ends.shape[1], device=ends.device)
     length = torch.where(ends, place + 1, ends.shape[1]).amin(-1)
@@ -59,6 +39,7 @@ def cut_at_stop(made: VerifyOutputs, slots: Tensor, stops: StopLists) -> VerifyO
 def _is_stop(token_ids: Tensor, slots: Tensor, stops: StopLists, num_places: int = 0) -> Tensor:
     """Whether tokens end their request: bool ``[N, K]``; -1 never does."""
     slot, width = slots.clamp(min=0), stops.token_ids.shape[1]
+    # also places that no list has, up to ``num_places``: one kernel may look at a longer list there
     place = torch.arange(max(width, num_places), device=slots.device)
     is_entry = (place < stops.counts[slot][:, None]) & (slots >= 0)[:, None]
     entries = torch.where(is_entry, stops.token_ids[slot[:, None], place.clamp(max=width - 1)].to(torch.int64), -2)

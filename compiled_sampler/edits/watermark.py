@@ -30,23 +30,14 @@ class Watermarks(NamedTuple):
 
 
 def noise_positions(slots: Tensor, positions: Tensor, watermarks: Watermarks, history: History) -> Tensor:
-    """What the noise of each row is keyed by instead of a position: int64 ``[R]``, >= 0.
-
-    It is a hash of the last tokens in 62 bits for a request with a watermark, else the position itself. Positions that
-    hold no token count like one.
-
-    Args:
-        slots: int64 ``[R]``; -1 for padding.
-        positions: int64 ``[R]``, of the token to draw.
-        watermarks: by slot.
-        history: by slot.
-    """
+    """The position of each row, or with a watermark a hash of its last tokens in 62 bits: int64 ``[R]``, >= 0."""
     slot, most = slots.clamp(min=0), history.entries.shape[2]
     count = watermarks.num_tokens[slot].to(torch.int64)
     lanes = [torch.zeros_like(positions) for _ in _MODULI]
     for back in range(MOST_WATERMARK_TOKENS, 0, -1):
         place = positions - back
         held = history.entries[slot, TOKEN, place.clamp(0, most - 1)].to(torch.int64)
+        # positions that hold no token count like one
         token = torch.where((place >= 0) & (place < most), held, UNWRITTEN) + 2
         pairs = zip(lanes, _MODULI, _FACTORS, strict=True)
         lanes = [torch.where(back <= count, (lane * by + token) % modulus, lane) for lane, modulus, by in pairs]
