@@ -27,10 +27,8 @@ _LOWEST = -64.0  # the weight of any smaller t is zero; clamping to it keeps the
 
 
 def scaled_logits(x: Tensor, row_max: Tensor, scale: Tensor) -> Tensor:
-    """Base-2 logits relative to the row's maximum, ``t = (x - max) * c``: float32, the shape of ``x``.
-
-    An infinite maximum is replaced by the largest float, so a ``+inf`` token gets ``+inf`` and no NaN arises.
-    """
+    """Base-2 logits relative to the row's maximum, ``t = (x - max) * c``: float32, the shape of ``x``."""
+    # the largest float for an infinite maximum: a ``+inf`` token gets ``+inf``, and no NaN arises
     return (x - row_max.clamp(-FLOAT_MAX, FLOAT_MAX)) * scale
 
 
@@ -41,27 +39,20 @@ def clamped(t: Tensor) -> Tensor:
 
 
 def exp2_mass(t: Tensor) -> Tensor:
-    """Weights ``2**t`` as int64 in units of ``2**-40``, truncated towards zero: in ``[0, 2**40]``.
-
-    A t above 0 counts as 0; one below -64 and NaN have weight 0.
-    """
+    """Weights ``2**t`` as int64 in units of ``2**-40``, truncated towards zero: in ``[0, 2**40]``."""
     return exp2_scaled(t).to(torch.int64)
 
 
 def exp2_moment(t: Tensor) -> Tensor:
-    """``-2**t * t`` as int64 in units of ``2**-40``, truncated towards zero: what the entropy of a law sums.
-
-    The product is rounded to float32 once. No sum of it over ``MAX_VOCAB_SIZE`` tokens reaches ``2**62``.
-    """
+    """``-2**t * t`` as int64 in units of ``2**-40``, truncated towards zero: what the entropy of a law sums."""
+    # The product is rounded to float32 once. No sum of it over ``MAX_VOCAB_SIZE`` tokens reaches ``2**62``.
     return (exp2_scaled(t) * -clamped(t)).to(torch.int64)
 
 
 def exp2_square(t: Tensor) -> Tensor:
-    """The square of a weight, ``2**(2 * t)``, as int64 in units of ``2**-40``, truncated towards zero.
-
-    It is that of the truncated weight, rounded to float32 once, so it is at most the weight. No sum of it over
-    ``MAX_VOCAB_SIZE`` tokens reaches ``2**62``; the sum is off by ``2**-24`` of itself and ``2**-40`` a token.
-    """
+    """The square of a weight, ``2**(2 * t)``, as int64 in units of ``2**-40``, truncated towards zero."""
+    # It is that of the truncated weight, rounded to float32 once, so it is at most the weight. No sum of it over
+    # ``MAX_VOCAB_SIZE`` tokens reaches ``2**62``; the sum is off by ``2**-24`` of itself and ``2**-40`` a token.
     weight = exp2_units(t)
     return (weight * (weight * 2.0**-MASS_BITS)).to(torch.int64)
 

@@ -145,11 +145,9 @@ def negative_log2(x: Tensor) -> Tensor:
 
 
 def gumbel(keys: NoiseKeys, ids: Tensor) -> Tensor:
-    """Gumbel noise ``G = -log2(E)`` for each token id: float32, finite, in [-5, 31.5].
-
-    The polynomials' errors oscillate and cancel in the law: computed by quadrature, the probability that a token wins
-    is off by less than 1e-7, for two tokens and for one token against a sea of many, at any ratio of weights.
-    """
+    """Gumbel noise ``G = -log2(E)`` for each token id: float32, finite, in [-5, 31.5]."""
+    # The polynomials' errors oscillate and cancel in the law: computed by quadrature, the probability that a token wins
+    # is off by less than 1e-7, for two tokens and for one token against a sea of many, at any ratio of weights.
     return negative_log2(exponential(token_bits(keys, ids)))
 
 
@@ -159,11 +157,10 @@ def gumbel_bound(keys: NoiseKeys, ids: Tensor, share: Tensor) -> Tensor:
 
 
 def bound_of(bits: Tensor, share: Tensor | float = 1.0) -> Tensor:
-    """An upper bound of ``negative_log2(exponential(bits))``, float32; a test tries each of the ``2**32`` words.
-
-    ``E >= u / ln(2)``, and exponent and mantissa of a float, read as one number, are at most 0.0861 below its base-2
-    logarithm. For small u, as winners of races have it, the bound is at most 0.09 above G; at u = 1/2 it is 0.5 above.
-    """
+    """An upper bound of ``negative_log2(exponential(bits))``, float32; a test tries each of the ``2**32`` words."""
+    # ``E >= u / ln(2)``, and exponent and mantissa of a float, read as one number, are at most 0.0861 below its base-2
+    # logarithm. For small u, as winners of races have it, the bound is at most 0.09 above G; at u = 1/2 it is 0.5
+    # above.
     # share is 1, or 0 for a row without noise: one number per row, so the product costs nothing per token.
     word = bits.view(torch.uint32).to(torch.float32).view(torch.int32)
     return BOUND * share - word.to(torch.float32) * (STEP * share)

@@ -23,13 +23,7 @@ from compiled_sampler.core.score import score_key
 
 
 def sample(inputs: SampleInputs, *, vocab_size: int, base_is_row: bool) -> SampleOutputs:
-    """A token for every row: the winner of the race among the tokens that the filters keep.
-
-    Args:
-        inputs: logits, slots, positions and the slot table; with offsets it draws drafts on a stream of their own.
-        vocab_size: V.
-        base_is_row: whether top-p is a share of the whole row's mass rather than of the mass after top-k.
-    """
+    """A token for every row: the winner of the race among the tokens that the filters keep."""
     rows = row_parameters(inputs)
     x, ids = row_logits(inputs.logits, vocab_size), indices(vocab_size, inputs.logits.device)
     keep = kept(x, rows, base_is_row=base_is_row)
@@ -39,7 +33,7 @@ def sample(inputs: SampleInputs, *, vocab_size: int, base_is_row: bool) -> Sampl
 
 
 def probabilities(inputs: SampleInputs, *, vocab_size: int, base_is_row: bool) -> ProbabilityOutputs:
-    """The distribution that ``sample`` draws from, float32 ``[R, V]``; arguments as there."""
+    """The distribution that ``sample`` draws from, float32 ``[R, V]``."""
     rows = row_parameters(inputs)
     weight = weights(row_logits(inputs.logits, vocab_size), rows, base_is_row=base_is_row)
     share = torch.where(rows.live, reciprocal(weight.sum(-1).to(torch.float64)), 0.0)
@@ -67,16 +61,7 @@ def kept(x: Tensor, rows: RowParams, *, base_is_row: bool) -> Tensor:
 def threshold(
     logits: Tensor, scale: Tensor, top_k: Tensor, top_p: Tensor, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
-    """The last token that top-k and top-p keep, by sorting the row: int64 ``[R]``, packed (order key, id).
-
-    Args:
-        logits: float32, bfloat16 or float16 ``[R, >=V]``.
-        scale: float32 ``[R]``, ``log2(e) / temperature``.
-        top_k: int64 ``[R]``, 1..V.
-        top_p: float64 ``[R]``, in (0, 1].
-        vocab_size: V.
-        base_is_row: as in ``sample``.
-    """
+    """The last token that top-k and top-p keep, by sorting the row: int64 ``[R]``, packed (order key, id)."""
     packed = pack(order_key(row_logits(logits, vocab_size)), indices(vocab_size, logits.device))
     ordered = packed.sort(-1, descending=True).values
     mass, in_top_k = exp2_mass(ordered_logits(ordered, scale)), keep_top_k(ordered, top_k)

@@ -28,21 +28,17 @@ def score_bits(x: Tensor, ids: Tensor, rows: RowParams, *, by_key: bool = False)
 
 
 def in_any_mode(bits: Tensor, x: Tensor, rows: RowParams) -> Tensor:
-    """Scores, int32 bits from ``raced_bits``, that race alike where float operations may take denormals for zeros.
-
-    Noise is 0 or at least ``2**-24`` in size, and added to the latter, what a mode may take for zero changes no sum.
-    Noise of 0 has one token in some ``2**24``; ``docs/limits.md`` says what two of them may do. A greedy request has
-    none at all: its logits are its scores, and their bits are taken as they are.
-    """
+    """Scores, int32 bits from ``raced_bits``, that race alike where float operations may take denormals for zeros."""
+    # Noise is 0 or at least ``2**-24`` in size, and added to the latter, what a mode may take for zero changes no sum.
+    # Noise of 0 has one token in some ``2**24``; ``docs/limits.md`` says what two of them may do. A greedy request has
+    # none at all: its logits are its scores, and their bits are taken as they are.
     return torch.where(expand_to(rows.noise_mask, x) == 0, logit_bits(x), bits)
 
 
 def raced_bits(t: Tensor, noise: Tensor) -> Tensor:
-    """Int32 bits of the scores ``t + noise`` of tokens whose weights have the base-2 logarithms ``t``.
-
-    No score is ``-0.0``: noise never is, and masked noise is ``+0.0``. A score of ``+inf`` has no room for noise, so
-    the ``+inf`` tokens race on the mantissa of ``G + 192``, above all finite scores.
-    """
+    """Int32 bits of the scores ``t + noise`` of tokens whose weights have the base-2 logarithms ``t``."""
+    # No score is ``-0.0``: noise never is, and masked noise is ``+0.0``. A score of ``+inf`` has no room for noise, so
+    # the ``+inf`` tokens race on the mantissa of ``G + 192``, above all finite scores.
     score = t + noise
     infinite = (noise + 192.0).view(torch.int32) + (POSITIVE_INFINITY_KEY - _BITS_OF_128)
     return torch.where(score == float("inf"), infinite, score.view(torch.int32))

@@ -34,11 +34,9 @@ def overlap(
 
 
 def any_row(run: Run, flags: Tensor) -> bool:
-    """Whether any row is flagged, so that the host can skip a chain of stages that no row needs.
-
-    Reading the answer waits for the flags, so only CPU schedules call it: a CUDA graph records one chain for all
-    batches. A ``run`` that only collects stages to compile them ahead of time answers true.
-    """
+    """Whether any row is flagged, so that the host can skip a chain of stages that no row needs."""
+    # Reading the answer waits for the flags, so only CPU schedules call it: a CUDA graph records one chain for all
+    # batches. A ``run`` that only collects stages to compile them ahead of time answers true.
     asked = getattr(run, "any_row", None)
     return bool(flags.any()) if asked is None else asked(flags)
 
