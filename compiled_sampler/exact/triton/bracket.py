@@ -60,33 +60,20 @@ def _spread(noise, square, DEVIATIONS: tl.constexpr):
     return DEVIATIONS * tl.sqrt(tl.maximum(noise, 0.0) + 4.0 * square)
 
 
+# The tail of a key is the weight up to it, its head the weight above. A sample knows small tails well: no term is
+# above the key's own weight. It knows small heads well unless few tokens have most of the mass. Either is enough.
+# ``units`` are int32 weights as multiples of ``unit``, float32, shares with MASS and else all 1; ``total`` is the
+# weight of the sample's ``size`` tokens, float32; ``top`` is the int32 key of ``row_max``, which is finite. ``goals``
+# are ``(tail_goal, head_goal, start, noise, head_unit, slack)``: the tail and the head at the boundary, in terms of
+# the sample; the part of the tail whose variance is ``noise``, that of the goals; the largest term of a head, as far
+# as its variance goes; and an error of both goals besides chance. A bracket is twice DEVIATIONS wide; of the PIVOTS
+# tested a step, a half is for either end.
 @triton.jit
 def _bracket(
     keys, units, unit, size, total, top, goals, row_max, scale,
     MASS: tl.constexpr, STEPS: tl.constexpr, DEVIATIONS: tl.constexpr, PIVOTS: tl.constexpr,
 ):  # fmt: skip
-    """The first and the last key (int32) between which the goal is reached, as far as is likely.
-
-    The tail of a key is the weight up to it, its head the weight above. A sample knows small tails well: no term is
-    above the key's own weight. It knows small heads well unless few tokens have most of the mass. Either is enough.
-
-    Args:
-        keys: int32 ``[SAMPLE]``.
-        units: int32 ``[SAMPLE]``, weights as multiples of ``unit``.
-        unit: float32.
-        size: tokens in the sample, float32.
-        total: weight of the sample.
-        top: int32, the key of the row's maximum.
-        goals: ``(tail_goal, head_goal, start, noise, head_unit, slack)``: the tail and the head at the boundary, in
-            terms of the sample; the part of the tail whose variance is ``noise``, that of the goals; the largest term
-            of a head, as far as its variance goes; and an error of both goals besides chance.
-        row_max: finite maximum of the row.
-        scale: of the row.
-        MASS: whether weights are shares rather than all 1.
-        STEPS: of the search.
-        DEVIATIONS: half of the bracket's width.
-        PIVOTS: keys tested a step, a half of them for either end.
-    """
+    """The first and the last key (int32) between which the goal is reached, as far as is likely."""
     tail_goal, head_goal, start, noise, head_unit, slack = goals
     number = tl.arange(0, PIVOTS)
     for_last = number >= PIVOTS // 2

@@ -82,30 +82,17 @@ def _load_values(
     return value, exists
 
 
+# ``values`` are the int32 tile of the first of the list, of which ``NOTHING`` takes no part; with MASS their int64
+# ``weights`` count, else each counts 1. With OF_TIES values are complements of the ids of the tokens whose key is
+# ``tie``. In ``interval``, ``(least, most, above)``, the weight reaches the int64 ``limit`` with ``least``, int32,
+# unless no value is below; the weight above ``most``, int32, is ``above``, int64, and does not.
 @triton.jit
 def last_value(
     values, weights, tokens, tie, interval, limit, scaling,
     MASS: tl.constexpr, OF_TIES: tl.constexpr, LANES: tl.constexpr, DEPTH: tl.constexpr, PIVOTS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The last value with less than ``limit`` weight above it, int32, and that weight.
-
-    Args:
-        values: int32 tile of the first of the list; ``NOTHING`` takes no part.
-        weights: int64 tile, if masses are what counts.
-        tokens: where the tokens are, the list's first tile in ``values``.
-        tie: the key of the ties whose ids are searched.
-        interval: ``(least, most, above)``: with ``least``, int32, the weight reaches the limit, unless no value is
-            below; the weight above ``most``, int32, is ``above``, int64, and does not.
-        limit: int64.
-        scaling: of the row.
-        MASS: whether weights are masses rather than all 1.
-        OF_TIES: whether values are complements of the ids of ties, in place of keys.
-        LANES: of a tile.
-        DEPTH: of a tile.
-        PIVOTS: tested a step.
-        MASKED: whether words of the row are read.
-    """
+    """The last value with less than ``limit`` weight above it, int32, and that weight."""
     row, listed, in_list, size = tokens
     least, most, above = interval
     number = tl.arange(0, PIVOTS)

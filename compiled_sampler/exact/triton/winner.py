@@ -82,26 +82,15 @@ def _is_shown_to_be_kept(
     return is_shown
 
 
+# ``winner`` is int64, packed (score key, id). ``place`` takes its order key, int32; what is not proven
+# MASS_AFTER_WINNER decides. Where top_k is below V there is no proof, and where it is not, top_p is below 1.
+# A sample has SAMPLE tokens in runs of RUN neighbours; a proof takes at most MAX_SAMPLES of them.
 @triton.jit
 def needs_search(
     row, words, winner, parameters, place, vocab_size, SAMPLE: tl.constexpr, RUN: tl.constexpr,
     MAX_SAMPLES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Whether the winner of the race over a row may be another under its filters.
-
-    Args:
-        row: logits.
-        words: of the row.
-        winner: int64, packed (score key, id).
-        parameters: ``(row_mass, row_max, scale, top_k, top_p)``: where top_k is below V there is no proof, and where
-            it is not, top_p is below 1.
-        place: where to leave the winner's order key, int32; what is not proven MASS_AFTER_WINNER decides.
-        vocab_size: V.
-        SAMPLE: tokens of a sample.
-        RUN: neighbours in it.
-        MAX_SAMPLES: of a proof.
-        MASKED: whether words are read.
-    """
+    """Whether the winner of the race over a row may be another under its filters."""
     row_mass, row_max, scale, top_k, top_p = parameters
     has_winner = (winner >> 32) > MASKED_KEY  # a row without tokens needs no search
     is_open = (top_k < vocab_size) | has_winner
@@ -137,31 +126,18 @@ def _weight_before(row, listed, size, last, winner_key, token, scaling, of_mass,
     return tl.sum(total)
 
 
+# ``is_listed`` is whether the list holds all tokens that are kept. ``threshold`` is int64, the last packed key that is
+# kept; it decides where ``is_exact``, elsewhere ``boundary`` of the only filter, ``(first, last, above, limit,
+# of_mass)``: where its bracket is; the weight above it, which is below the limit; the weight before a token that is
+# not kept, int64, reached within the bracket; and whether weights are masses rather than all 1. ``parts`` of the race
+# over the row are ``(part_winners, num_parts, part_size, raced)``: int64 ``[num_parts]``, of so many tokens each, if
+# there was a race.
 @triton.jit
 def winner_under_filters(
     row, listed, list_size, is_listed, boundary, threshold, is_exact, parts, scoring, vocab_size, LANES: tl.constexpr,
     MAX_PARTS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The best packed (score key, id) of a row among the tokens that its filters keep.
-
-    Args:
-        row: ``(logits, words)``.
-        listed: the list.
-        list_size: tokens in it.
-        is_listed: whether the list holds all tokens that are kept.
-        boundary: of the only filter, where the threshold does not decide: ``(first, last, above, limit, of_mass)``,
-            where its bracket is, the weight above it, which is below the limit, the weight before a token that is not
-            kept, int64, reached within the bracket, and whether weights are masses rather than all 1.
-        threshold: int64, the last packed key that is kept.
-        is_exact: whether the threshold decides instead of the bracket.
-        parts: of the race over the row, ``(part_winners, num_parts, part_size, raced)``: int64 ``[num_parts]``, of so
-            many tokens each, if there was a race.
-        scoring: of the row, as ``race.py`` has it.
-        vocab_size: V.
-        LANES: threads.
-        MAX_PARTS: of a row, at most.
-        MASKED: whether words are read.
-    """
+    """The best packed (score key, id) of a row among the tokens that its filters keep."""
     logits, _words = row
     first_key, last_key, above, limit, of_mass = boundary
     part_winners, num_parts, part_size, raced = parts
