@@ -21,9 +21,6 @@ class Calls:
     ``Sampler._edits_of``, which return; ``run_for`` and its guard, which return; then the run that ``run_for`` found,
     which ``StepRunner.resolve`` once made: ``Route.run``, ``Variant.run`` and the launch of the graph, or
     ``StepRunner._run_directly``, ``StepExecutor.__call__`` and the stages.
-
-    Args:
-        runner: whose steps they are; those of another ``generation`` are forgotten, with the graphs that they hold.
     """
 
     def __init__(self, runner: StepRunner) -> None:
@@ -39,15 +36,8 @@ class Calls:
         resolve: Callable[[], StepRun],
         is_captured: bool,
     ) -> StepRun:
-        """What runs the step of all calls which a check and the choice of a variant cannot tell from this one.
-
-        Args:
-            key: whatever decides about the run besides layouts and addresses.
-            tensors: the caller's.
-            out: tensors that take the results, or None for new ones.
-            resolve: checks all arguments and chooses the step, on the first of such calls.
-            is_captured: whether the current stream is being captured.
-        """
+        """What runs the step of all calls which a check and the choice of a variant cannot tell from this one."""
+        # Runs of another ``generation`` are forgotten, with the graphs that they hold.
         if self._generation != self._runner.generation:
             self._runs.clear()
             self._count, self._generation = 0, self._runner.generation
@@ -64,12 +54,14 @@ class Calls:
                     addresses.append(field.data_ptr())
                     present.append(field)
             modes = is_inference_mode_enabled(), is_grad_enabled()  # on which it depends what may be written
+            # ``key`` is whatever decides about the run besides layouts and addresses
             full_key = key, is_captured, modes, type(out), *addresses
             for is_alike, run in self._runs.get(full_key, ()):
                 if is_alike(*present):
                     return run
         except (AttributeError, TypeError, RuntimeError):  # the check says what is wrong
             return resolve()
+        # checks all arguments and chooses the step
         run = resolve()
         if self._count >= MOST_CALLS:
             self._runs.clear()

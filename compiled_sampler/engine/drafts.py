@@ -22,15 +22,11 @@ from compiled_sampler.speculation.row_layout import drafted, rows_of_places
 
 
 class DraftCache:
-    """A draft table of one size, which steps write and read in place, and what was written where, on the host.
-
-    Attributes:
-        table: ``[S + 1, K, V]``; the last slot takes what padding writes.
-        width: K.
-    """
+    """A draft table of one size, which steps write and read in place, and what was written where, on the host."""
 
     def __init__(self, num_slots: int, width: int, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False):
+            # [S + 1, K, V]; the last slot takes what padding writes
             self.table = DraftTable(torch.zeros(num_slots + 1, width, vocab_size, dtype=dtype, device=device))
         self.width = width
         self._count = 0
@@ -63,16 +59,14 @@ class DraftCache:
         return self._count
 
     def check_holds(self, plan: Plan, drafted: Sequence[tuple[Plan, int]]) -> None:
-        """Raise unless the cache still holds the drafts that a plan verifies; ``drafted`` has their plans and numbers.
-
-        Which slots a buffer of the engine names is not known here. Then the buffer must be the one that was drafted
-        with, and no later draft may have been made at the same offset, of whatever slot.
-        """
+        """Raise unless the cache still holds the drafts that a plan verifies; ``drafted``: their plans and numbers."""
         counts = np.array(plan.num_drafts if plan.has_planned_counts else [plan.width] * len(plan.ids), np.int64)
         for offset, (before, number) in enumerate(drafted[: plan.width]):
             if plan.has_planned_slots and before.has_planned_slots:
                 gone = (self._written[plan.ids, offset] != number) & (plan.ids >= 0) & (counts > offset)
             else:
+                # Which slots a buffer of the engine names is not known here. So it must be the one that was drafted
+                # with, and no later draft may have been made at the same offset, of whatever slot.
                 if plan.has_planned_slots or before.has_planned_slots or plan.slot_ids is not before.slot_ids:
                     raise ValueError(
                         "slot_ids of the plan must be the buffer that the drafts were made with, as it says where "
@@ -192,10 +186,7 @@ class HandleTokens:
 def proposals_of(
     plan: Plan, drafts: Sequence[Draft], rule: str, proposals: Proposals, cache: DraftCache | None
 ) -> Proposals:
-    """What checked handles were drawn from, if the rule reads it: their logits ``[D, >=V]``, unless cached.
-
-    The caller's own proposals must be absent.
-    """
+    """What checked handles were drawn from, if the rule reads it: their logits ``[D, >=V]``, unless cached."""
     if proposals.tensors:
         raise ValueError(
             "draft_probs and draft_logits must not be given with handles, which hold what was drawn from; drop them"

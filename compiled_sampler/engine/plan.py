@@ -101,11 +101,9 @@ class Plan:
 
     @classmethod
     def of(cls, origin: PlanOrigin, planned: PlannedTensors, num_proposals: int, width: int) -> Plan:
-        """A new plan, without ``slot_ids`` and ``draft_counts``, which are uploaded when they are read.
-
-        An initialiser that sets one frozen field after another would take twice as long as all else.
-        """
+        """A new plan, without ``slot_ids`` and ``draft_counts``, which are uploaded when they are read."""
         _, epoch, _, slots, mode, num_drafts, edits, inexact = origin
+        # an initialiser that sets one frozen field after another would take twice as long as all else
         plan = object.__new__(cls)
         fields = {
             "slots": slots, "mode": mode, "num_drafts": num_drafts, "planned": planned, "origin": origin,
@@ -336,10 +334,7 @@ def check_replaced(plan: Plan) -> None:
 
 
 def check_plan_buffers(plan: Plan, device: torch.device, num_slots: int) -> None:
-    """Raise unless the buffers that an engine put into a plan are integers, one entry a slot, on the device.
-
-    On the CPU, where to look waits for nothing, what they hold is checked too.
-    """
+    """Raise unless the buffers that an engine put into a plan are integers, one entry a slot, on the device."""
     counted = _counting_buffers(plan)
     if counted and plan.num_drafts is None:
         raise ValueError(f"plan.{counted[0]} must be None without drafts, got a buffer; plan(slots, num_drafts=[...])")
@@ -352,6 +347,7 @@ def check_plan_buffers(plan: Plan, device: torch.device, num_slots: int) -> None
             raise ValueError(f"plan.{name} must be [{len(plan.slots)}], one a slot, got {list(tensor.shape)}; slice it")
     if device.type != "cpu":
         return
+    # on the CPU a look waits for nothing
     if "slot_ids" in plan.replaced:
         _check_in_range("slot_ids", plan.slot_ids, -1, num_slots - 1, "add_request() returns slots, -1 is padding")
         check_once(plan.edits, plan.slot_ids.tolist())

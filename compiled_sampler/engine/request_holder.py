@@ -40,19 +40,7 @@ _CALLED = _FROZEN.format("called")
 
 
 class RequestHolder:
-    """Holds requests in slots and plans batches of them; ``Sampler`` adds the steps.
-
-    Args:
-        modes: the mode table, cheapest mode first.
-        num_slots: S, requests held at once.
-        device: of the slot table and of the plans' tensors.
-        generator: that seeds of None are drawn from; None for the operating system.
-        edits: of the requests.
-        most_rows: of a captured step, whose slots and numbers of drafts the host writes.
-
-    Attributes:
-        modes, device: as above.
-    """
+    """Holds requests in slots and plans batches of them; ``Sampler`` adds the steps."""
 
     def __init__(
         self,
@@ -63,6 +51,7 @@ class RequestHolder:
         edits: EditSlots,
         most_rows: int,
     ) -> None:
+        # ``modes`` cheapest first; ``most_rows`` of a captured step, whose slots and numbers of drafts the host writes
         self.modes, self.device, self._edits = modes, device, edits
         self._is_capturing = capture_check(device)
         self._requests = SlotState(num_slots, modes, device, generator, edits, most_rows)

@@ -48,10 +48,8 @@ class Step:
 
     @property
     def most_copied(self) -> int:
-        """Bytes of a batch whose copies for a replay take as long as the host launches the step: the more the kernels.
-
-        Measured, ``docs/performance.md``.
-        """
+        """Bytes of a batch whose copies for a replay take as long as the host launches the step."""
+        # measured, ``docs/performance.md``: the more, the more kernels
         return _MOST_COPIED[self.mode.capacity > 0 or self.mode.beyond_candidates]
 
     @cached_property
@@ -124,15 +122,12 @@ class Step:
         return is_alike and includes(self.mode, other.mode)
 
     def can_replace(self, other: Step, with_call: Sequence[str] = ()) -> bool:
-        """Whether it is another step, or has edits more, which leave the rows of such a batch as they are.
-
-        A mask comes with the call, and so does the leave to write its logits: both steps have it, or neither. Both
-        return the same logprobs. ``with_call`` names further edits to which tensors come with the call.
-        """
+        """Whether it is another step, or has edits more, which leave the rows of such a batch as they are."""
         if replace(self, edits=()) != replace(other, edits=()):
             return False
         if self.edits == other.edits:
             return True
+        # both have what comes with the call, or neither: a mask, leave to write logits, the tensors of ``with_call``
         by_call = (MASK, *LEAVES, *with_call)
         is_alike = all((name in self.edits) == (name in other.edits) for name in by_call)
         return bool(other.edits) and is_alike and set(self.edits) >= set(other.edits)

@@ -140,10 +140,7 @@ class StepExecutor:
 
 
 def in_int64(inputs: Inputs) -> Inputs:
-    """The inputs of a step with slots, positions, counts and drafts in int64, so that no stage is compiled for int32.
-
-    Those of int32 are converted together, with one launch; inside a capture it is part of the graph.
-    """
+    """Inputs of a step with slots, positions, counts and drafts in int64, so that no stage is compiled for int32."""
     narrow: dict[str, Tensor] = {}
     for name in _INTEGERS:
         tensor = getattr(inputs, name, None)
@@ -152,17 +149,16 @@ def in_int64(inputs: Inputs) -> Inputs:
     if not narrow:
         return inputs
     wide = {name: torch.empty(tensor.shape, dtype=torch.int64, device=tensor.device) for name, tensor in narrow.items()}
+    # one launch for all; inside a capture it is part of the graph
     copy_tensors([*wide.values()], [*narrow.values()])
     replaced: Any = inputs
     return replaced._replace(**wide)  # type: ignore[no-any-return]
 
 
 def by_definition(kind: str, mode: Mode, inputs: SampleInputs | VerifyInputs) -> Any:
-    """The results of a step by ``core.reference`` and ``speculation.reference``, the bits of every other backend.
-
-    Of the mode they take V, the rule and what top-p is a share of; every filter applies in every mode. Logprobs have
-    no other definition than their stages, which run in eager torch on the tokens of the definition.
-    """
+    """The results of a step by ``core.reference`` and ``speculation.reference``, the bits of every other backend."""
+    # Of the mode they take V, the rule and what top-p is a share of; every filter applies in every mode. Logprobs have
+    # no other definition than their stages, which run in eager torch on the tokens of the definition.
     check_not_capturing(
         inputs.logits.device,
         "backend must not be 'reference' inside a capture, got a call in one: its Python loops wait for the device; "

@@ -97,21 +97,13 @@ class StepRunner:
             self._register(Step("sample", mode))
 
     def run(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any = None) -> Any:
-        """The results of a step, in ``out`` if given; arguments as ``resolve``."""
+        """The results of a step, in ``out`` if given."""
         return self.resolve(step, plan, tensors, out)(plan, tensors, out)
 
     def resolve(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> StepRun:
-        """A function of a plan, tensors and ``out`` that runs a step.
-
-        It serves other plans of the same shape, and tensors of the same layouts and addresses, until ``generation``
-        changes, and only inside or only outside of a capture.
-
-        Args:
-            step: of any kind; one that is not registered runs uncaptured.
-            plan: brings the slots, and for a verification the numbers of drafts.
-            tensors: further inputs by name, ``[R, ...]``; of a verification ``[N, ...]``, ``[R, >=V]``, ``[D, >=V]``.
-            out: tensors that take the results; None for new ones.
-        """
+        """A function of a plan, tensors and ``out`` that runs a step."""
+        # It serves other plans of the same shape, and tensors of the same layouts and addresses, until ``generation``
+        # changes, and only inside or only outside of a capture.
         if not plan.slots:
             return partial(_run_nothing, step, self._device)
         is_exact = not plan.has_planned_slots  # another step might serve other requests
@@ -178,15 +170,8 @@ class StepRunner:
                     self._register(step.with_logprobs(wanted))
 
     def verification(self, wanted: Step, rule: str, forms: tuple[str, ...], is_exact: bool) -> Step:
-        """The registered step of the smallest sufficient width that verifies such drafts, or a new one of this width.
-
-        Args:
-            wanted: a step in the mode that covers the requests, with the largest number of drafts of a request as its
-                width, and with the edits and logprobs of the call.
-            rule: one of ``modes.RULES``.
-            forms: the forms of proposals that describe the call, as ``Mode.drafts``, one or more.
-            is_exact: whether it must have no further edits.
-        """
+        """The registered step of the least sufficient width that verifies such drafts, or a new one of this width."""
+        # ``wanted`` is as wide as the most drafts of a request; ``forms`` of ``Mode.drafts`` describe the call
         key = wanted, rule, forms, is_exact
         if key in self._chosen:
             return self._chosen[key]

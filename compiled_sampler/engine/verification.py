@@ -158,10 +158,7 @@ class Verifier:
         return partial(_run_counted, run) if plan.replaced else run
 
     def _run_derived(self, step: Step, plan: Plan, call: VerifyCall, out: VerifyOutputs | None) -> VerifyOutputs:
-        """Run a step with inputs that are made from the arguments, and so lie elsewhere in each call.
-
-        So the route is chosen anew each time. ``_resolve`` says which calls these are.
-        """
+        """Run a step with inputs that are made in each call, so that its route is chosen anew each time."""
         tensors = _step_inputs(plan, call._replace(proposals=self._in_sampler_dtype(call.proposals)), step)
         width = call.width(plan)
         is_wider = step.width != width

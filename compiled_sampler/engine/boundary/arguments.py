@@ -140,11 +140,8 @@ def _count_out_of_range(num_drafts: Sequence[int]) -> ValueError:
 
 @cache
 def packer(count: int) -> Callable[..., bytes]:
-    """A function of so many ints that returns them as int64 words of the machine.
-
-    They are what is sent, and a key that is hashed once, made in half the time of an array. For a number beyond 64 bits
-    it raises ``struct.error``.
-    """
+    """A function of so many ints that returns them as int64 words of the machine."""
+    # Sent as they are, and hashed once as a key: half the time of an array. Beyond 64 bits: ``struct.error``.
     return struct.Struct(f"{count}q").pack
 
 
@@ -220,12 +217,10 @@ def check_draws_apart(edits: Sequence[str]) -> None:
 
 
 def _is_ordered(values: object) -> TypeGuard[Iterable[object]]:
-    """Whether values come in an order that the caller chose: no text, no bytes or views of them, no set, no mapping.
-
-    An array without dimensions has no values.
-    """
+    """Whether values come in an order that the caller chose: no text, bytes or views of them, no set, no mapping."""
     if type(values) in (list, tuple):
         return True
+    # an array without dimensions has no values
     return (
         isinstance(values, Iterable)
         and not isinstance(values, str | bytes | bytearray | memoryview | set | frozenset | Mapping)

@@ -46,11 +46,7 @@ def check_outputs(
     has_edits: bool = False,
     logprobs: Logprobs | None = None,
 ) -> None:
-    """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device, with memory of their own.
-
-    ``inputs`` are the tensors of the call, which results must not overwrite. With ``has_edits`` there is a field
-    ``finished``, with ``logprobs`` a field ``logprobs``.
-    """
+    """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device, with memory of their own."""
     wanted_fields = _fields(kind, rows, columns, has_edits, logprobs)
     if not isinstance(out, kind):
         names = ", ".join(wanted_fields)
@@ -65,6 +61,7 @@ def check_outputs(
         check_writable(f"out.{name}", tensor)
         if list(tensor.shape) != wanted:
             raise ValueError(f"out.{name} must be {wanted}, as the plan has it, got {list(tensor.shape)}")
+    # results must not overwrite the tensors of the call
     check_apart(fields, [tensor for tensor in inputs if tensor is not None])
 
 

@@ -192,13 +192,11 @@ def span(tensor: Tensor) -> Span:
 
 
 def overlap(a: Span, b: Span) -> bool:
-    """Whether two tensors share memory: exact for rows of equal distance, like the columns of one buffer.
-
-    Tensors that lie across each other with rows of different distances count as shared.
-    """
+    """Whether two tensors share memory: exact for rows of equal distance, like the columns of one buffer."""
     if a.end <= b.start or b.end <= a.start or a.start == a.end or b.start == b.end:
         return False
     if a.step != b.step or not a.step:
+        # tensors that lie across each other with rows of different distances count as shared
         return True
     place = (b.start - a.start) % a.step
     return place < a.width or place + b.width > a.step

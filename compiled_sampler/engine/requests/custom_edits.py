@@ -27,15 +27,7 @@ _ALIGNED = 8  # columns of 8 bytes; kernels clone what is not aligned
 
 
 class CustomEditSet:
-    """The edits of the user that a sampler was made with; ``checked_custom_edits`` has looked at them.
-
-    Attributes:
-        names: of the edits, in their order.
-        num_columns: numbers of a request, 8 bytes each; a multiple of 8.
-        inexact: the names of the edits that do not promise equal bits.
-        of_call: the names of the edits that read tensors of the call.
-        states: what they read by slot.
-    """
+    """The edits of the user that a sampler was made with; ``checked_custom_edits`` has looked at them."""
 
     def __init__(self, edits: Sequence[LogitEdit], vocab_size: int, device: torch.device, num_slots: int) -> None:
         self._edits = {name_of(each): each for each in edits}
@@ -45,9 +37,11 @@ class CustomEditSet:
         for name in self.names:
             self._starts[name] = end
             end += 1 + len(self._params[name])
+        # numbers of a request, 8 bytes each
         self.num_columns = -(-end // _ALIGNED) * _ALIGNED
         self._numbers_without = self._without()
         self.inexact = tuple(name for name, each in self._edits.items() if not each.bit_exact)
+        # those that read tensors of the call
         self.of_call = tuple(name for name, each in self._edits.items() if each.inputs)
         self._owners = {key: (name, spec) for name, each in self._edits.items() for key, spec in each.inputs.items()}
         self._tables: dict[str, dict[str, Tensor]] = {}

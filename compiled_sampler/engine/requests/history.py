@@ -17,16 +17,13 @@ _AT_ONCE = 64  # tokens of one request that are recorded together; work grows wi
 
 
 class TokenHistory:
-    """A history of one size, which steps read and write in place.
-
-    Attributes:
-        table: ``[S + 1, 3, L]``; the last slot takes what padding writes.
-    """
+    """A history of one size, which steps read and write in place."""
 
     def __init__(self, num_slots: int, length: int, prompt_lens: Tensor, is_read: Tensor, device: torch.device) -> None:
         # prompt_lens and is_read, int32 [S], are written by the owner.
         with torch.inference_mode(False):
             entries = sent(entries_of((), 0, length), device).repeat(num_slots + 1, 1, 1)
+        # entries [S + 1, 3, L]; the last slot takes what padding writes
         self.table = History(entries, prompt_lens, is_read)
         self._ring = PinnedRing(length * 3, device)
 

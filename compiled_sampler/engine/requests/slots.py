@@ -79,15 +79,9 @@ def edit_bits(edits: Sequence[str], names: Sequence[str] = EDITS) -> int:
 
 
 def unserved_needs(modes: Sequence[Mode], name: str, edits: Sequence[str], names: Sequence[str]) -> int:
-    """What a step does not serve of the needs of requests, as bits.
-
-    Args:
-        modes: the mode table.
-        name: of the mode that the step samples as; of a step on probabilities no mode's, so that it serves all modes.
-        edits: of the step.
-        names: of all edits, in their order.
-    """
+    """What a step does not serve of the needs of requests, as bits."""
     missing = [name for name in names if name not in edits and name not in _BY_CALL]
+    # A step on probabilities has the name of no mode, so that it serves all modes.
     return sum(1 << i for i, mode in enumerate(modes) if mode.name == name) | edit_bits(missing, names)
 
 
@@ -115,14 +109,7 @@ class RequestKind(NamedTuple):
 
 
 class SlotState:
-    """The requests by slot, with their table on the device.
-
-    Attributes:
-        params: by slot; None where no request is.
-        staged: what ``table`` is made of, and how it comes to the device.
-        epoch: counts the requests that came and went.
-        is_pending: whether parameters of added requests wait for ``upload_before_step``.
-    """
+    """The requests by slot, with their table on the device."""
 
     def __init__(
         self,
@@ -147,6 +134,7 @@ class SlotState:
         self._needs_of = {-1: 0}  # the same of padding and of held slots, for batches of few rows
         self._alike: dict[int, set[int]] = {0: {-1}}  # those slots by what they need; padding is alike to all
         self._changed = np.zeros(num_slots + 1, np.int64)  # the epoch since which each slot is as it is; of padding 0
+        # how many requests came and went; whether parameters of added ones wait for ``upload_before_step``
         self.epoch, self.is_pending = 0, False
         self._tables: dict[tuple[str, tuple[str, ...]], SlotTable] = {}  # saves 14 us an eager step; captures read them
 

@@ -24,16 +24,10 @@ _SLAB_SIZE = 1 << 17  # 1 MiB: plans of 256 rows take a new one after 512 of the
 
 
 class StagedTable:
-    """A slot table whose entries are written on the host, in a mirror: the next step brings them to the device.
-
-    Attributes:
-        mirror: as given.
-        table: the slot table, for steps that serve every need.
-        processed_scale: float32 ``[S]``, see ``LogprobInputs``; it lies beside the table and comes with it.
-        steps_are_replays: whether the last step that was chosen is one; a replay uploads what changed itself.
-    """
+    """A slot table whose entries are written on the host, in a mirror: the next step brings them to the device."""
 
     def __init__(self, num_slots: int, entry: Sequence[float | int], mirror: HostMirror) -> None:
+        # ``steps_are_replays``: the last step that was chosen is one; a replay uploads what changed itself
         self.mirror, self.steps_are_replays = mirror, False
         self._columns: list[Any] = []
         self._rests: list[object] = [None] * num_slots  # what each slot has behind its needs, once it was written
@@ -48,6 +42,7 @@ class StagedTable:
                 self._columns.append(column.data)  # the same memory, whose entries are set in half the time
                 columns.append(part_of(mirror.there, dtype, start, (num_slots,), (1,)))
             mirror.there.copy_(torch.from_numpy(mirror.here))  # whatever stream reads it first
+            # ``processed_scale``, see ``LogprobInputs``, lies beside the table and comes with it
             seeds, needs, *filters, self.processed_scale = columns
             self.table = SlotTable(*(seeds, *filters, needs, torch.zeros_like(needs[:1])))
 
@@ -62,17 +57,11 @@ class StagedTable:
             return self.table._replace(unserved=torch.full_like(self.table.unserved, unserved))
 
     def write(self, slot: int, seed: int, needs: int, rest: tuple[float | int, ...]) -> None:
-        """Write an entry on the host, which the next step brings to the device, or ``mirror.upload`` before.
-
-        Args:
-            slot: that gets it.
-            seed: the number of the first column.
-            needs: of the second.
-            rest: of the others. The very tuple that the slot has is not written again.
-        """
+        """Write an entry on the host, which the next step brings to the device, or ``mirror.upload`` before."""
         seeds, all_needs, *columns = self._columns
         self.mirror.note(*self._words)  # also where what follows is interrupted
         seeds[slot], all_needs[slot] = seed, needs
+        # the very tuple that the slot has is not written again
         if self._rests[slot] is not rest:
             self._rests[slot] = None  # until all of it is written
             for column, value in zip(columns, rest, strict=True):
@@ -159,17 +148,12 @@ def _not_captured(stream: torch.cuda.Stream) -> torch.cuda.Stream:
 
 
 class PlannedTensors:
-    """The numbers of a plan: on the host, and once a step asks for tensors also on the device.
-
-    Args:
-        numbers: of int64 as the machine has them, ``[N]``, by the name of the input that they are of a step.
-        device: where they go.
-        place: for a capture that is the first to ask; None for a CPU.
-    """
+    """The numbers of a plan: on the host, and once a step asks for tensors also on the device."""
 
     __slots__ = ("_device", "_place", "_there", "host")
 
     def __init__(self, numbers: dict[str, bytes], device: torch.device, place: Place | None) -> None:
+        # ``numbers``: int64 words [N] by input of a step; ``place``: for a capture that asks first, None for a CPU
         self.host, self._device, self._place = numbers, device, place
         self._there: dict[str, Tensor] | None = None
 
