@@ -190,8 +190,9 @@ class Sampler(RequestHolder):
         edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs, consume_logits, logprobs)
         rows, tensors = len(plan.slots), {"logits": logits, "positions": positions, **edit_tensors}
         if is_one_of_several := type(draw_index) is not int or draw_index != 0:
-            index = draw_index if isinstance(draw_index, Tensor) else arguments.checked_draw_index(draw_index)
-            tensors["draw_index"] = index if isinstance(index, Tensor) else self._repeated(index, rows)
+            if not isinstance(draw_index, Tensor):
+                draw_index = self._repeated(arguments.checked_draw_index(draw_index), rows)
+            tensors["draw_index"] = draw_index
         if consume_logits is not False:
             check_logits(logits, rows, self._logits)
             check_consumes(consume_logits, logits, *edit_tensors.values(), *self._custom.states.every)

@@ -121,9 +121,9 @@ def integer_rows(name: str, value: IntOrRows, count: int, device: torch.device) 
 
 def draw_index_rows(value: IntOrRows, count: int, device: torch.device) -> Tensor | None:
     """The draw index of each row, int64 ``[count]``; None for the number 0."""
-    if not isinstance(value, Tensor):
-        value = checked_draw_index(value)
-    return None if not isinstance(value, Tensor) and value == 0 else integer_rows("draw_index", value, count, device)
+    if isinstance(value, Tensor) or checked_draw_index(value):
+        return integer_rows("draw_index", value, count, device)
+    return None
 
 
 def _seeds(seeds: IntOrRows, count: int, device: torch.device) -> Tensor:
