@@ -167,7 +167,9 @@ class SamplingParams:
         if all(map(is_, _edit_values(self), _EDIT_DEFAULTS)):
             return  # most requests; equal is not enough, as True is equal to 1
         for name, parameter in PARAMETERS.items():
-            object.__setattr__(self, name, parameter.check(name, getattr(self, name)))
+            value = getattr(self, name)
+            if value is not _DEFAULT_OF[name]:  # defaults are as they are stored
+                object.__setattr__(self, name, parameter.check(name, value))
         object.__setattr__(self, "extra_args", checked_extra_args(self.extra_args))
         for spec in EDIT_SPECS:
             spec.check_request(self)
@@ -192,6 +194,9 @@ class SamplingParams:
         eos = None if self.eos_token_id is None or self.eos_token_id >= vocab_size else self.eos_token_id
         bias = tuple(pair for pair in stored.logit_bias if pair[0] < vocab_size or pair[1] != -math.inf)
         least = self.min_tokens if stops or eos is not None or self.ignore_eos else 0
+        kept = stops, eos, bias, least
+        if kept == (stored.stop_token_ids, self.eos_token_id, stored.logit_bias, self.min_tokens):
+            return self
         return replace(self, stop_token_ids=stops, eos_token_id=eos, logit_bias=bias, min_tokens=least)
 
     @property
@@ -225,5 +230,6 @@ class SamplingParams:
 _LAW_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
 _EDIT_FIELDS = tuple(field for field in fields(SamplingParams) if field.name not in _LAW_FIELDS)
 """The other parameters, which edit logits, filter whole rows or end the request."""
+_DEFAULT_OF = {field.name: field.default for field in _EDIT_FIELDS}
 _edit_values = attrgetter(*(each.name for each in _EDIT_FIELDS))
 _EDIT_DEFAULTS = tuple(each.default for each in _EDIT_FIELDS)

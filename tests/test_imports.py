@@ -82,7 +82,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "replay": LOWERING,
     "selfcheck": PUBLIC,
     "conformance": ("public", "selfcheck"),
-    "integrations": (*PUBLIC, "functional", "engine.boundary"),
+    "integrations": (*PUBLIC, "functional", "engine.boundary", "graph_cache"),
     "graph_cache": (),
 }
 GUARDED = "compiled_sampler/lowering/inductor/"

@@ -163,8 +163,8 @@ def _with_exceeded(status: Tensor, slots: Tensor, positions: Tensor, history: Hi
 
 def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.ndarray:
     """``History.entries`` of one request whose first tokens are known: int32 ``[3, length]``; ``UNWRITTEN`` is none."""
-    made = np.empty((3, length), np.int32)
-    made[:] = np.array([UNWRITTEN, 0, NO_SUCCESSOR])[:, None]
+    made = np.empty((_NUMBERS, length), np.int32)
+    made[TOKEN], made[ORDINAL], made[SUCCESSOR] = UNWRITTEN, 0, NO_SUCCESSOR
     count = len(token_ids)
     if not count:
         return made
@@ -175,7 +175,7 @@ def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.nda
     if not len(order):
         return made
     is_output = order >= prompt_len
-    starts = np.r_[True, tokens[order[1:]] != tokens[order[:-1]]]
+    starts = np.concatenate(([True], tokens[order[1:]] != tokens[order[:-1]]))
     drawn = np.cumsum(is_output)
     before = np.maximum.accumulate(np.where(starts, drawn - is_output, 0))
     made[ORDINAL, order] = drawn - before

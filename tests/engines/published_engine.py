@@ -33,7 +33,7 @@ class Mocked(ModuleType):
     def __getattr__(self, name: str) -> Any:
         """A submodule, or a new object."""
         if name.startswith("__"):
-            raise AttributeError(name)
+            raise LookupError(name)
         if f"{self.__name__}.{name}" in self._real:
             return importlib.import_module(f"{self.__name__}.{name}")
         made: Any = (lambda *_, **__: False) if name.startswith("is_") else MagicMock(name=name)
@@ -78,7 +78,7 @@ def without(name: str) -> Find:
 
     def find(asked: str) -> Any:
         if asked == name:
-            raise AttributeError(asked)
+            raise LookupError(asked)
         return found(asked)
 
     return find

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -45,16 +46,20 @@ class RowLayout:
         self._without_edits = np.zeros(self.num_words, np.int32)
         for column in columns:
             self._part(self._without_edits, column)[...] = column.off or 0
+        self._of_every = [column for column in columns if column.off is None]
 
-    def row_of(self, params: SamplingParams, prompt_len: int, reads_history: bool) -> np.ndarray:
-        """The row of a request, int32 ``[num_words]``; ``check_fits`` has looked at it."""
-        row, edits = self._without_edits.copy(), params.edits
+    def row_of(self, params: SamplingParams, edits: Sequence[str], prompt_len: int, reads_history: bool) -> np.ndarray:
+        """The row of a request with these edits, int32 ``[num_words]``; ``check_fits`` has looked at it."""
+        row = self._without_edits.copy()
         slot_row = SlotRow(prompt_len, reads_history, self._sizes, self._vocab_size)
-        used = {column for spec in EDIT_SPECS if spec.name in edits for column in spec.columns.values()}
-        for column in self.starts:
-            if column.off is None or column in used:
-                values = np.asarray(column.value(params, slot_row))
-                self._part(row, column)[tuple(map(slice, values.shape))] = values
+        used = (column for spec in EDIT_SPECS if spec.name in edits for column in spec.columns.values())
+        for column in dict.fromkeys((*self._of_every, *used)):
+            value, part = column.value(params, slot_row), self._part(row, column)
+            if self.shapes[column]:
+                values = np.asarray(value)
+                part[tuple(map(slice, values.shape))] = values
+            else:
+                part[...] = value
         return row
 
     def _part(self, row: np.ndarray, column: Column) -> np.ndarray:

@@ -92,12 +92,12 @@ class EditSlots:
         """
         if not edits:
             if slot in self._edited:
-                self._pending[slot] = self._row(_NEUTRAL, 0, False), None
+                self._pending[slot] = self._row(_NEUTRAL, (), 0, False), None
                 self._edited.discard(slot)
             return
         self._edited.add(slot)
         begins = bool(reading(edits))
-        row = self._row(params, len(prompt), begins)
+        row = self._row(params, edits, len(prompt), begins)
         text = self._without_foreign((*prompt, *output)) if begins else ()
         entries = entries_of(text, len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
@@ -157,7 +157,7 @@ class EditSlots:
     def rows(self) -> Tensor:
         """int32 ``[S, n]``, the edits of every slot on the device: ``RowLayout.num_words``, then the user's edits."""
         if self._rows is None:
-            neutral = self._row(_NEUTRAL, 0, False)
+            neutral = self._row(_NEUTRAL, (), 0, False)
             with torch.inference_mode(False):
                 self._rows = sent(neutral, self._device).repeat(self._shape[0], 1)
         return self._rows
@@ -181,9 +181,12 @@ class EditSlots:
         leave = RESTORE if RESTORES in edits else CONSUMES in edits
         return EditInputs(tables, given.get(MASK), leave, custom, of_custom)
 
-    def _row(self, params: SamplingParams, prompt_len: int, reads_history: bool) -> np.ndarray:
-        """The row of a request, int32."""
-        row, numbers = self._layout.row_of(params, prompt_len, reads_history), self.custom.numbers_of(params)
+    def _row(self, params: SamplingParams, edits: Sequence[str], prompt_len: int, reads_history: bool) -> np.ndarray:
+        """The row of a request with these edits, int32."""
+        row = self._layout.row_of(params, edits, prompt_len, reads_history)
+        numbers = self.custom.numbers_of(params)
+        if not len(numbers):
+            return row
         made: np.ndarray = np.concatenate([row, numbers.view(np.int32)])
         return made
 

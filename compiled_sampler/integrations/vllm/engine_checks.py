@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 LAWS = {"raw_logprobs": "raw", "processed_logprobs": "filtered"}
@@ -12,12 +13,24 @@ BUILTIN_PROCESSORS = ("MinTokensLogitsProcessor", "LogitBiasLogitsProcessor", "M
 
 def unsupported_engine(runner: Any) -> str | None:
     """The first thing that keeps a V1 runner, after its ``__init__``, from drawing here, in one line; else None."""
-    config = runner.vllm_config
+    foreign = [type(each).__name__ for each in runner.input_batch.logitsprocs.all]
+    return _unsupported(runner.vllm_config, [name for name in foreign if name not in BUILTIN_PROCESSORS])
+
+
+def unsupported_v2(config: Any, custom_processors: Sequence[Any]) -> str | None:
+    """The first thing that keeps a V2 runner from drawing here, in one line; else None."""
+    drafts = config.speculative_config
+    if drafts is not None and drafts.enable_adaptive_verification:
+        return "enable_adaptive_verification must be False, got True; the host does not know the numbers of drafts then"
+    if config.model_config.enable_trace_replay:
+        return "enable_trace_replay must be False, got True; its tokens are not drawn"
+    return _unsupported(config, [type(each).__name__ for each in custom_processors])
+
+
+def _unsupported(config: Any, foreign_processors: Sequence[str]) -> str | None:
     model, drafts = config.model_config, config.speculative_config
     if model.logprobs_mode not in LAWS:
         return f"logprobs_mode must be one of {tuple(LAWS)}, got {model.logprobs_mode!r}; those of logits are not made"
-    if drafts is not None and runner.use_async_scheduling:
-        return "async_scheduling must be False with speculation, got True; the host does not know positions then"
     if drafts is not None and drafts.rejection_sample_method == "synthetic":
         return "rejection_sample_method must not be 'synthetic'; it accepts drafts that the model would not"
     if config.watermark_config is not None:
@@ -26,6 +39,4 @@ def unsupported_engine(runner: Any) -> str | None:
         return "return_sampling_mask must be False, got True; the adapter returns none"
     if model.is_diffusion:
         return "the model must draw a token after the other, got one of diffusion"
-    foreign = [type(each).__name__ for each in runner.input_batch.logitsprocs.all]
-    foreign = [name for name in foreign if name not in BUILTIN_PROCESSORS]
-    return f"logits_processors must be vLLM's own, got {', '.join(foreign)}" if foreign else None
+    return f"logits_processors must be vLLM's own, got {', '.join(foreign_processors)}" if foreign_processors else None

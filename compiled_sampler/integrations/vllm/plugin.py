@@ -11,14 +11,12 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from compiled_sampler.integrations.engine_interface import wrapped
-from compiled_sampler.integrations.vllm import mrv2_drawing
 from compiled_sampler.integrations.vllm.requests import unsupported
-from compiled_sampler.integrations.vllm.settings import VARIABLE, Settings, from_text
+from compiled_sampler.integrations.vllm.settings import VARIABLE, Settings, from_text, warn_of_v2
 from compiled_sampler.integrations.vllm.versions import check_version
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
-_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 
 
 class _Installed:
@@ -27,17 +25,25 @@ class _Installed:
     def __init__(self) -> None:
         self.settings: Settings | None = None
         self.originals: list[tuple[Any, str, Callable[..., Any]]] = []
-        self.runners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self.runners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of V1, each with its RunnerState
         self.counts_v2: Counter[str] = Counter()
-        self.draws_v2 = False
 
     def replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self.originals.append(wrapped(name, make))
 
+    def replace_v2(self) -> None:
+        """Have V2 runners that are made from now on make our kinds of vLLM's samplers."""
+        from vllm.v1.worker.gpu import model_runner
+
+        from compiled_sampler.integrations.vllm import v2_sampler
+
+        for name, kind in (("Sampler", v2_sampler.SlotSampler), ("RejectionSampler", v2_sampler.SlotVerifier)):
+            self.originals.append((model_runner, name, getattr(model_runner, name)))
+            setattr(model_runner, name, kind)
+
     def restore(self) -> None:
         while self.originals:
             setattr(*self.originals.pop())
-        self.draws_v2 = False
 
 
 _INSTALLED = _Installed()
@@ -55,8 +61,8 @@ def install(
     on_unsupported: str = "error",
     rule: str = "match",
     backend: str = "auto",
-    v2: str = "refuse",
     warmup: str = "start",
+    v2: str | None = None,
 ) -> None:
     """Have the sampler draw in engines that are made from now on, here and in processes that vLLM starts.
 
@@ -68,16 +74,17 @@ def install(
         rule: "match", "rejection" or "block", for drafts of which the drafter gives probabilities; others are verified
             by ``match`` in any case.
         backend: of ``Sampler``.
-        v2: "refuse" does not start an engine with a V2 model runner; "untested" draws there too, by two methods that
-            were tested without an engine.
         warmup: "start" compiles and captures at an engine's start, where vLLM warms up its own sampler, all that
-            batches without penalties, other edits and logprobs run; "off" leaves it to the first batch of each kind.
+            batches run, but for rarer edits; "off" leaves it to the first batch of each kind.
+        v2: deprecated; None or "untested", which V2 model runners needed once.
 
     Raises:
         ImportError: a vLLM that the adapter does not fit.
         ValueError: an argument out of range.
     """
-    settings = Settings(on_unsupported, rule, backend, v2, warmup)
+    if v2 is not None:
+        warn_of_v2(v2)
+    settings = Settings(on_unsupported, rule, backend, warmup)
     _install(settings)
     os.environ[VARIABLE] = settings.text
 
@@ -107,6 +114,8 @@ def _install(settings: Settings) -> None:
     import vllm
     from vllm.platforms import current_platform
 
+    from compiled_sampler.integrations.vllm import v2_sampler
+
     if _INSTALLED.settings is None:
         check_version(vllm.__version__)
         _INSTALLED.replace(f"{_RUNNER}.__init__", _checked_init)
@@ -115,16 +124,10 @@ def _install(settings: Settings) -> None:
             _INSTALLED.replace(f"{_CPU_WORKER}.compile_or_warm_up_model", _warmed_worker)
         else:
             _INSTALLED.replace(f"{_RUNNER}._dummy_sampler_run", _warmed_runner)
-        _INSTALLED.replace(f"{_RUNNER_V2}.__init__", _init_v2)
+        _INSTALLED.replace_v2()
         _INSTALLED.replace("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _checked_inputs)
         _INSTALLED.replace("vllm.sampling_params:SamplingParams._validate_spec_decode", _wider_drafts)
-    if settings.v2 == "untested" and not _INSTALLED.draws_v2:
-        check_version(vllm.__version__, interface=mrv2_drawing.INTERFACE)
-        from compiled_sampler.integrations.vllm import mrv2_signatures
-
-        _INSTALLED.replace(f"{mrv2_drawing.SAMPLER}.sample", _drawn_v2(mrv2_signatures.sample))
-        _INSTALLED.replace(f"{mrv2_drawing.VERIFIER}._verify", _drawn_v2(mrv2_signatures.verify))
-        _INSTALLED.draws_v2 = True
+    v2_sampler.SlotSampler.settings, v2_sampler.SlotSampler.counts = settings, _INSTALLED.counts_v2
     _INSTALLED.settings = settings
 
 
@@ -135,7 +138,7 @@ def _settings() -> Settings:
 
 def _checked_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """``__init__`` of a runner, which then has a state of the adapter."""
-    from compiled_sampler.integrations.vllm.drawing import RunnerState
+    from compiled_sampler.integrations.vllm.v1_sampler import RunnerState
 
     def init(self: Any, *args: Any, **given: Any) -> None:
         original(self, *args, **given)
@@ -182,35 +185,6 @@ def _warmed_worker(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self)
 
     return warm_up
-
-
-def _init_v2(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``__init__`` of a V2 runner, which is refused unless the settings take it."""
-
-    def init(self: Any, *args: Any, **given: Any) -> None:
-        if _settings().v2 == "refuse":
-            raise RuntimeError("the model runner must be V1, got V2; set VLLM_USE_V2_MODEL_RUNNER=0")
-        original(self, *args, **given)
-        reason = mrv2_drawing.unsupported_runner(self, _settings().rule)
-        if reason is not None:
-            raise RuntimeError(reason)
-
-    return init
-
-
-def _drawn_v2(draw: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What makes a method of a V2 sampler that draws by ``draw``, one of ``mrv2_signatures``."""
-
-    def made(original: Callable[..., Any]) -> Callable[..., Any]:
-        def drawn(self: Any, *args: Any, **given: Any) -> Any:
-            if _settings().v2 == "refuse":
-                return original(self, *args, **given)
-            _INSTALLED.counts_v2["batches"] += 1
-            return draw(self, _settings().backend, *args, **given)
-
-        return drawn
-
-    return made
 
 
 def _checked_inputs(original: Callable[..., Any]) -> Callable[..., Any]:

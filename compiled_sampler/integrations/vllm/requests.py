@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from compiled_sampler.edits import PARAMETERS
@@ -41,30 +42,35 @@ REFUSED: dict[str, tuple[object, ...]] = {
 }
 """Fields that change the draw or what is returned in a way that the adapter does not have, and values that do not."""
 
+_EDITS: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "logit_bias": None,
+    "allowed_token_ids": None,
+}
 ENGINE_VOCAB = 2**22
 """A bound of every vocabulary, for a check without one."""
 
 
 def sampler_params(params: Any, request_id: str, salt: int) -> SamplingParams:
     """The parameters of a request."""
-    # The tokens that end a request are vLLM's matter; here ``min_tokens`` alone needs them.
-    stops = params._all_stop_token_ids if params.min_tokens else ()
-    own = {name: value for name, value in (params.extra_args or {}).items() if name in OWN}
+    # Edits at their defaults are left out: SamplingParams then has nothing to check. The tokens that end a request are
+    # vLLM's matter; here ``min_tokens`` alone needs them.
+    edits = {name: value for name, default in _EDITS.items() if (value := getattr(params, name)) != default}
+    if params._bad_words_token_ids:
+        edits["bad_words_token_ids"] = params._bad_words_token_ids
+    if params.min_tokens and params._all_stop_token_ids:
+        edits |= {"min_tokens": params.min_tokens, "stop_token_ids": sorted(params._all_stop_token_ids)}
+    if params.extra_args:
+        edits |= {name: value for name, value in params.extra_args.items() if name in OWN}
     return SamplingParams(
         temperature=params.temperature,
         top_k=max(0, params.top_k),
         top_p=params.top_p,
         min_p=params.min_p,
         seed=seed_of(request_id, salt) if params.seed is None else params.seed,
-        repetition_penalty=params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
-        logit_bias=params.logit_bias,
-        allowed_token_ids=params.allowed_token_ids,
-        bad_words_token_ids=params._bad_words_token_ids,
-        min_tokens=params.min_tokens if stops else 0,
-        stop_token_ids=sorted(stops),
-        **own,
+        **edits,
     )
 
 
@@ -72,32 +78,46 @@ def unsupported(
     params: Any, vocab_size: int = ENGINE_VOCAB, settings: Settings | None = None, *, has_tokens: bool = True
 ) -> str | None:
     """What a request asks for that it cannot have, in one line; None for nothing."""
-    for name, reason in _refused(settings or Settings()).items():
-        if name in (params.extra_args or {}):
-            return f"{name} must be left out of extra_args, got {params.extra_args[name]!r}; {reason}"
-    default = None
-    for name in params.__struct_fields__:
-        value = getattr(params, name)
-        if name in REFUSED and value not in REFUSED[name]:
-            return f"{name} must be {REFUSED[name][0]} here, got {value!r}; leave it out"
-        if name not in REFUSED and name not in MAPPED and name not in ENGINES:
-            default = type(params)() if default is None else default
-            if value != getattr(default, name):
-                return f"{name} must be left out, got {value!r}; the adapter does not know it"
+    return checked_params(params, "", 0, vocab_size, settings or Settings(), has_tokens=has_tokens)[1]
+
+
+def checked_params(
+    params: Any, request_id: str, salt: int, vocab_size: int, settings: Settings, *, has_tokens: bool = True
+) -> tuple[SamplingParams | None, str | None]:
+    """The parameters of a request that can be drawn, or in one line what it asks for that it cannot have."""
+    kind: Any = type(params)
+    names, defaults = _fields_of_no_use(kind)
+    if (values := tuple(map(params.__getattribute__, names))) != defaults:
+        for name, value, default in zip(names, values, defaults, strict=True):
+            if value not in REFUSED.get(name, (default,)):
+                known = "leave it out" if name in REFUSED else "the adapter does not know it"
+                return None, f"{name} must be {default} here, got {value!r}; {known}"
+    if params.extra_args:
+        for name, reason in _refused(settings).items():
+            if name in params.extra_args:
+                return None, f"{name} must be left out of extra_args, got {params.extra_args[name]!r}; {reason}"
     try:
-        own = sampler_params(params, "", 0).for_vocab(vocab_size)
-        check_fits(own, SIZES, vocab_size)
+        own = sampler_params(params, request_id, salt).for_vocab(vocab_size)
+        edits = own.edits
+        if edits:
+            check_fits(own, SIZES, vocab_size)
     except (TypeError, ValueError) as error:
-        return str(error)
-    if not has_tokens and reading(own.edits):
-        return f"the prompt must be of tokens for {' and '.join(reading(own.edits))}, got embeddings; pass token ids"
-    return None
+        return None, str(error)
+    if not has_tokens and reading(edits):
+        return None, f"the prompt must be of tokens for {' and '.join(reading(edits))}, got embeddings; pass token ids"
+    return own, None
+
+
+@functools.cache
+def _fields_of_no_use(kind: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """The fields of vLLM's parameters that must be at their defaults, and these."""
+    names = tuple(name for name in kind.__struct_fields__ if name not in MAPPED and name not in ENGINES)
+    default = kind()
+    return names, tuple(getattr(default, name) for name in names)
 
 
 def _refused(settings: Settings) -> dict[str, str]:
     """The parameters of ``extra_args`` that an engine with such settings refuses, each with the reason."""
-    if settings.v2 == "untested":
-        return dict.fromkeys(OWN, "in a V2 runner edits are vLLM's")
     if settings.rule == "match":
         return {}
     return {"watermark_tokens": f"a watermark holds under rule=match, not under {settings.rule}"}

@@ -1,40 +1,63 @@
-"""What a sampler returns as vLLM's SamplerOutput."""
+"""What a sampler returns as vLLM's records have it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-
-from compiled_sampler.logprobs import LogprobOutputs, mapped
-
-
-def with_endings(token_ids: Tensor, endings: Tensor) -> Tensor:
-    """Tokens int32 ``[N, K+1]`` with an ending one where a request would get none, as vLLM cannot go on without."""
-    first = torch.where(token_ids[:, :1] < 0, endings[:, None], token_ids[:, :1])
-    return torch.cat([first, token_ids[:, 1:]], -1).to(torch.int32)
+from vllm.v1.outputs import LogprobsTensors
 
 
-def logprob_columns(token_ids: Tensor, found: LogprobOutputs, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Fields of LogprobsTensors: ids int32 and logprobs float32 ``[R, n+1]``, the drawn token first; ranks ``[R]``."""
+def with_endings(token_ids: Tensor, ending: int | Tensor) -> Tensor:
+    """New tokens ``[N]``, those of ``ending`` for requests that get none: vLLM wants a token of each."""
+    if isinstance(ending, int):
+        return torch.nn.functional.threshold(token_ids, -1, ending)  # one kernel
+    return torch.where(token_ids < 0, ending.to(token_ids.dtype), token_ids)
+
+
+def logprob_columns(token_ids: Tensor, found: Any, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Fields of LogprobsTensors: ids int32 and logprobs float32 ``[R, top+1]``, drawn tokens first; ranks ``[R]``.
+
+    ``found`` are the LogprobOutputs of the tokens ``[N, 1]`` or ``[N, K+1]``, of ``top`` tokens or more.
+    """
     rows = token_ids.numel()
-    dims = found.token.dim()  # of ``[N]`` in a step without drafts, of ``[N, K+1]`` in one with
-    flat = mapped(found, lambda each: each.reshape(rows, *each.shape[dims:]))
-    ids, logprobs = token_ids.reshape(rows, 1), flat.token[:, None]
-    if flat.top is not None and flat.top_token_ids is not None:
-        top = without_gaps(flat.top_token_ids, vocab_size)
-        ids, logprobs = torch.cat([ids, top.to(torch.int32)], -1), torch.cat([logprobs, flat.top], -1)
-    ranks: Any = flat.rank
-    return ids, logprobs, ranks
+    ids = torch.empty(rows, top + 1, dtype=torch.int32, device=token_ids.device)
+    tops = found.top_token_ids, found.top
+    top_ids, logprobs = (each.reshape(rows, each.shape[-1])[:, :top] for each in tops)
+    torch.cat([token_ids.reshape(rows, 1), top_ids], -1, out=ids)
+    return ids, torch.cat([found.token.reshape(rows, 1), logprobs], -1), found.rank.reshape(rows)
 
 
-def without_gaps(top_token_ids: Tensor, vocab_size: int) -> Tensor:
-    """The first tokens of the order with other tokens where a filter keeps fewer, so that no id stands there twice."""
-    # vLLM makes a dictionary of the n tokens, and decodes each id; V is at least n.
-    rows, count = top_token_ids.shape
-    named = torch.zeros(rows, vocab_size + 1, dtype=torch.bool, device=top_token_ids.device)
-    named.scatter_(1, torch.where(top_token_ids < 0, vocab_size, top_token_ids), True)
-    others = torch.argsort(named[:, :vocab_size].to(torch.int8), dim=1, stable=True)[:, :count]
-    places = torch.arange(count, device=top_token_ids.device) - (top_token_ids >= 0).sum(1, keepdim=True)
-    return torch.where(top_token_ids < 0, others.gather(1, places.clamp(min=0)), top_token_ids)
+class GaplessLogprobs(LogprobsTensors):  # type: ignore[misc]
+    """Logprobs where -1 stands for tokens of the order that the law leaves out; on the host, other tokens do."""
+
+    # vLLM makes a dictionary of a row's tokens, and decodes each. On the device the same takes ten launches.
+
+    __slots__ = ()
+
+    def to_cpu_nonblocking(self) -> GaplessLogprobs:
+        """A copy on the host, after the current stream."""
+        return type(self)(*super().to_cpu_nonblocking())
+
+    def filter(self, mask: Tensor) -> GaplessLogprobs:
+        """Some of the rows."""
+        return type(self)(*super().filter(mask))
+
+    def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> Any:
+        """Arrays of numpy."""
+        found = super().tolists(cu_num_generated_tokens)
+        return found._replace(logprob_token_ids=without_gaps(found.logprob_token_ids))
+
+
+def without_gaps(token_ids: np.ndarray) -> np.ndarray:
+    """Tokens ``[R, n+1]``, n at most V, with others of the vocabulary for -1, so that no id stands in a row twice."""
+    rows = np.flatnonzero((token_ids < 0).any(1)).tolist()
+    if rows:
+        token_ids = token_ids.copy()
+    for row in rows:
+        found = token_ids[row]
+        is_gap = found < 0
+        found[is_gap] = np.setdiff1d(np.arange(len(found)), found)[: is_gap.sum()]
+    return token_ids

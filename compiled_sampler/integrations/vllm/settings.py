@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, fields
 
 from compiled_sampler.scalars import check_choice
@@ -13,7 +14,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "on_unsupported": ("error", "stock"),
     "rule": ("match", "rejection", "block"),
     "backend": ("auto", "graph", "compiled", "eager", "reference"),
-    "v2": ("refuse", "untested"),
     "warmup": ("start", "off"),
 }
 
@@ -25,7 +25,6 @@ class Settings:
     on_unsupported: str = "error"
     rule: str = "match"
     backend: str = "auto"
-    v2: str = "refuse"
     warmup: str = "start"
 
     def __post_init__(self) -> None:
@@ -42,6 +41,12 @@ class Settings:
         return bool(getattr(self, name) != getattr(Settings, name))
 
 
+def warn_of_v2(value: str) -> None:
+    """Say that ``v2="untested"`` says nothing any more; no other value was ever taken for an engine that draws."""
+    check_choice("v2", value, ("untested",), "leave it out: V2 runners draw here like V1 runners")
+    warnings.warn("v2='untested' is the default now; leave it out", DeprecationWarning, stacklevel=3)
+
+
 def from_text(text: str) -> Settings | None:
     """The settings that an environment variable holds; None for ``0`` and for nothing."""
     if text in _OFF:
@@ -51,6 +56,9 @@ def from_text(text: str) -> Settings | None:
     given = {}
     for part in text.split(","):
         name, _, value = part.partition("=")
+        if name == "v2":
+            warn_of_v2(value)
+            continue
         if name not in CHOICES:
             raise ValueError(
                 f"{VARIABLE} must be 1 or settings of {tuple(CHOICES)}, got {text!r}; rule=match,backend=auto"

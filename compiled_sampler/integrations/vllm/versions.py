@@ -9,6 +9,11 @@ OLDEST, NEWEST = "0.32", "0.32"
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _BATCH = "vllm.v1.worker.gpu_input_batch:InputBatch"
+_RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+_SAMPLER_V2 = "vllm.v1.worker.gpu.sample.sampler:Sampler"
+_VERIFIER_V2 = "vllm.v1.worker.gpu.spec_decode.rejection_sampler:RejectionSampler"
+_BATCH_V2 = "vllm.v1.worker.gpu.input_batch"
+_STATES_V2 = "vllm.v1.worker.gpu.sample.states:SamplingStates"
 # fmt: off
 INTERFACE = Interface(
     parameters={
@@ -16,23 +21,58 @@ INTERFACE = Interface(
         f"{_RUNNER}._get_spec_decode_draft_probs": ("self", "spec_decode_metadata"),
         f"{_RUNNER}._dummy_sampler_run": ("self", "hidden_states"),
         "vllm.sampling_params:SamplingParams._validate_spec_decode": ("self", "speculative_config"),
+        f"{_SAMPLER_V2}.add_request": ("self", "req_idx", "sampling_params"),
+        f"{_SAMPLER_V2}.apply_staged_writes": ("self",),
+        f"{_SAMPLER_V2}.get_logprobs_dims": ("self", "idx_mapping_np", "include_token_ids"),
+        f"{_SAMPLER_V2}.__call__": ("self", "logits", "input_batch"),
+        f"{_VERIFIER_V2}.__call__": ("self", "logits", "input_batch", "draft_logits", "invalid_drafts"),
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled": (
+            "input_ids", "positions", "logits_indices", "expanded_idx_mapping", "expanded_local_pos", "prefill_len",
+        ),
+        f"{_BATCH_V2}:get_num_sampled_and_rejected": (
+            "num_sampled", "seq_lens", "cu_num_logits", "idx_mapping", "prefill_len",
+        ),
+        "vllm.v1.worker.gpu.states:RequestState.add_request": (
+            "self", "req_id", "prompt_len", "all_token_ids", "num_computed_tokens", "max_tokens",
+        ),
     },
     returns={f"{_RUNNER}._sample": "SamplerOutput"},
     fields={
         "vllm.v1.outputs:SamplerOutput": ("sampled_token_ids", "logprobs_tensors"),
         "vllm.v1.outputs:LogprobsTensors": ("logprob_token_ids", "logprobs", "selected_token_ranks"),
-        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": ("draft_token_ids", "num_draft_tokens"),
+        "vllm.v1.spec_decode.metadata:SpecDecodeMetadata": (
+            "draft_token_ids", "num_draft_tokens", "logits_indices", "bonus_logits_indices",
+        ),
         "vllm.v1.worker.gpu_input_batch:CachedRequestState": (
             "req_id", "prompt_token_ids", "sampling_params", "output_token_ids",
         ),
         "vllm.v1.sample.metadata:SamplingMetadata": ("max_num_logprobs",),
+        f"{_BATCH_V2}:InputBatch": (
+            "num_reqs", "num_tokens", "idx_mapping", "idx_mapping_np", "expanded_idx_mapping", "expanded_local_pos",
+            "positions",
+            "num_draft_tokens_per_req", "seq_lens", "seq_lens_cpu_upper_bound", "prefill_len_np", "has_prefill",
+            "input_ids", "logits_indices", "cu_num_logits", "cu_num_logits_np",
+        ),
+        "vllm.v1.worker.gpu.sample.output:SamplerOutput": (
+            "sampled_token_ids", "logprobs_tensors", "num_nans", "num_sampled", "num_rejected",
+        ),
     },
     attributes={
-        f"{_RUNNER}.__init__": ("input_batch", "requests", "max_num_reqs", "use_async_scheduling", "max_model_len"),
-        f"{_BATCH}.__init__": ("num_tokens_no_spec", "sampling_metadata", "logitsprocs", "vocab_size"),
+        f"{_RUNNER}.__init__": (
+            "input_batch", "requests", "max_num_reqs", "use_async_scheduling", "positions", "discard_request_mask",
+        ),
+        f"{_BATCH}.__init__": (
+            "num_tokens_no_spec", "num_prompt_tokens", "sampling_metadata", "logitsprocs", "vocab_size",
+        ),
         f"{_BATCH}.num_reqs": (),
         f"{_BATCH}.req_ids": (),
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs": (),
+        f"{_RUNNER_V2}.load_model": ("Sampler", "RejectionSampler"),
+        f"{_RUNNER_V2}.add_requests": ("req_states", "sampler", "add_request"),
+        f"{_SAMPLER_V2}.__init__": ("req_states", "sampling_states", "penalties_state", "compute_nans"),
+        f"{_VERIFIER_V2}.__init__": ("sampler", "num_speculative_steps"),
+        f"{_STATES_V2}.__init__": ("temperature", "num_logprobs"),
+        f"{_STATES_V2}.max_num_logprobs": (),
     },
 )
 # fmt: on

@@ -44,7 +44,7 @@ def test_no_word_of_a_row_belongs_to_two_columns(sizes):
 def test_a_row_differs_from_one_without_edits_in_the_columns_of_its_edits_alone(name):
     layout, params = RowLayout(EditSizes(), V), SamplingParams(temperature=0.7, **OF_EDIT[name])
     assert name in params.edits
-    changed = layout.row_of(params, 0, False) != layout.row_of(SamplingParams(), 0, False)
+    changed = layout.row_of(params, params.edits, 0, False) != layout.row_of(SamplingParams(), (), 0, False)
     for column, start in layout.starts.items():
         words = column.dtype.itemsize // 4 * int(np.prod(layout.shapes[column]))
         if not any(column in spec.columns.values() for spec in EDIT_SPECS if spec.name in params.edits):
@@ -56,7 +56,7 @@ def test_a_greedy_request_has_no_filter_and_writes_none():
     layout, every = RowLayout(EditSizes(), V), {"typical_p": 0.5, "xtc_probability": 1.0, "min_k": True, "p_less": True}
     params = SamplingParams(temperature=0.0, top_n_sigma=1.0, **every)
     assert params.edits == ()
-    assert np.array_equal(layout.row_of(params, 0, False), layout.row_of(SamplingParams(), 0, False))
+    assert np.array_equal(layout.row_of(params, params.edits, 0, False), layout.row_of(SamplingParams(), (), 0, False))
 
 
 def test_the_table_for_users_names_every_parameter_once():

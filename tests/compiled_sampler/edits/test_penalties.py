@@ -138,7 +138,8 @@ def test_penalties_are_exact_powers_that_are_rounded(multiplier, base, least):
     given = {"dry_multiplier": multiplier, "dry_base": base, "dry_allowed_length": least}
     layout = RowLayout(EditSizes(), V)
     start = layout.starts[DRY.columns["penalties"]]
-    made = layout.row_of(SamplingParams(**given), 0, True)[start : start + 51].view(np.float32)
+    params = SamplingParams(**given)
+    made = layout.row_of(params, params.edits, 0, True)[start : start + 51].view(np.float32)
     wanted = [0.0 if length < least else oracle_edits.dry_penalty(length, given) for length in range(51)]
     assert made.tolist() == wanted
 

@@ -5,7 +5,6 @@ from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
@@ -17,10 +16,12 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.vllm import VARIABLE, install, plugin, uninstall
-from compiled_sampler.integrations.vllm.drawing import drawn_positions
 from compiled_sampler.integrations.vllm.engine_checks import BUILTIN_PROCESSORS, unsupported_engine
 from compiled_sampler.integrations.vllm.requests import ENGINES, MAPPED, REFUSED, unsupported
+from compiled_sampler.integrations.vllm.settings import Settings, from_text
+from compiled_sampler.integrations.vllm.v1_sampler import RunnerSampler
 from compiled_sampler.integrations.vllm.versions import INTERFACE, check_version
+from graph_cache import PinnedRing
 from tests.engines.published_engine import without
 from tests.engines.vllm_stand_in import runner
 
@@ -71,9 +72,22 @@ def test_positions_of_an_input_batch_are_those_of_the_drawn_tokens() -> None:
         batch.add_request(
             CachedRequestState(request_id, sampling_params=params, generator=None, block_ids=([0],), **given)
         )
-    positions = drawn_positions(batch)
-    assert positions.dtype == np.int64
+    sampler = RunnerSampler.__new__(RunnerSampler)
+    sampler._runner, sampler._ring = SimpleNamespace(input_batch=batch), PinnedRing(8, torch.device("cpu"))
+    positions = torch.zeros(2, dtype=torch.int64)
+    sampler._write_positions(positions)
     assert positions.tolist() == [3, 3]  # tokens before the drawn one; the input token of each is at 2
+
+
+def test_positions_with_drafts_are_of_the_device_where_the_host_does_not_know_them() -> None:
+    """Rows 0 to 2 are of a request with two drafts whose first input token is at 9, row 3 of one at 4."""
+    fields = {"use_async_scheduling": True, "positions": torch.tensor([9, 10, 11, 4, 99])}
+    drafts = {"logits_indices": torch.tensor([0, 1, 2, 3]), "bonus_logits_indices": torch.tensor([2, 3])}
+    sampler, positions = RunnerSampler.__new__(RunnerSampler), torch.zeros(2, dtype=torch.int64)
+    sampler._runner = SimpleNamespace(**fields)
+    plan: Any = SimpleNamespace(counts=torch.tensor([2, 0]))
+    sampler._write_positions(positions, SimpleNamespace(**drafts), plan)
+    assert positions.tolist() == [10, 5]
 
 
 def test_an_engine_as_it_is_by_default_can_be_served() -> None:
@@ -85,7 +99,6 @@ def test_an_engine_as_it_is_by_default_can_be_served() -> None:
     ("changed", "named"),
     [
         ({"logprobs_mode": "processed_logits"}, "logprobs_mode"),
-        ({"use_async_scheduling": True, "speculative_config": SimpleNamespace()}, "async_scheduling"),
         ({"speculative_config": SimpleNamespace(rejection_sample_method="synthetic")}, "rejection_sample_method"),
         ({"watermark_config": SimpleNamespace()}, "watermark_config"),
         ({"return_sampling_mask": True}, "return_sampling_mask"),
@@ -140,10 +153,10 @@ def test_vllm_finds_the_plugin_which_does_nothing_unless_it_is_told(monkeypatch:
 
 
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize("on_unsupported", ["error", "stock"])
-def test_a_v2_runner_is_refused_with_the_variable_that_gives_a_v1_runner(on_unsupported: str) -> None:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
-
-    install(on_unsupported=on_unsupported)
-    with pytest.raises(RuntimeError, match="must be V1, got V2; set VLLM_USE_V2_MODEL_RUNNER=0"):
-        RunnerV2(None, None)
+def test_the_word_that_v2_runners_needed_is_taken_with_a_warning_and_no_other() -> None:
+    with pytest.warns(DeprecationWarning, match="v2='untested' is the default now"):
+        install(v2="untested")
+    with pytest.raises(ValueError, match=r"v2 must be one of .*, got 'refuse'; leave it out"):
+        install(v2="refuse")
+    with pytest.warns(DeprecationWarning, match="is the default now"):
+        assert from_text("v2=untested,backend=eager") == Settings(backend="eager")

@@ -44,13 +44,13 @@ def stand_in() -> Iterator[None]:
 
 def state_of(requests: dict[str, Given], num_drafts: int = 0, prompt: tuple[int, ...] | None = (1, 2)) -> Any:
     """A RunnerState with a batch of requests with prompts of two tokens; None makes the last one of embeddings."""
-    from compiled_sampler.integrations.vllm.drawing import RunnerState
     from compiled_sampler.integrations.vllm.settings import Settings
+    from compiled_sampler.integrations.vllm.v1_sampler import RunnerState
 
-    made = runner(speculative_config=SimpleNamespace(rejection_sample_method="standard") if num_drafts else None)
-    made.model_config = made.vllm_config.model_config
-    made.model_config.seed = 3
-    made.num_spec_tokens, made.max_num_reqs, made.max_model_len = num_drafts, 4, 16
+    drafts = {"rejection_sample_method": "standard", "num_speculative_tokens": num_drafts}
+    made = runner(speculative_config=SimpleNamespace(**drafts) if num_drafts else None)
+    made.vllm_config.model_config.seed, made.vllm_config.model_config.max_model_len = 3, 16
+    made.max_num_reqs = 4
     made.requests = {
         name: SimpleNamespace(
             req_id=name, sampling_params=params, prompt_token_ids=[1, 2], num_prompt_tokens=2, output_token_ids=[]
@@ -58,7 +58,8 @@ def state_of(requests: dict[str, Given], num_drafts: int = 0, prompt: tuple[int,
         for name, params in requests.items()
     }
     made.requests[[*requests][-1]].prompt_token_ids = None if prompt is None else [*prompt]
-    fields = {"req_ids": [*requests], "num_reqs": len(requests), "num_tokens_no_spec": np.full(len(requests), 2)}
+    counts = {name: np.full(len(requests), 2) for name in ("num_tokens_no_spec", "num_prompt_tokens")}
+    fields = {"req_ids": [*requests], "num_reqs": len(requests), **counts}
     metadata = SimpleNamespace(max_num_logprobs=2)
     vars(made.input_batch).update(vocab_size=V, generators={}, sampling_metadata=metadata, **fields)
     return RunnerState(made, Settings(backend="eager"))

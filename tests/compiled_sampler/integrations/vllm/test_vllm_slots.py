@@ -3,12 +3,21 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+
+pytest.importorskip("vllm")
+
 import torch
 
 from compiled_sampler import Sampler
-from compiled_sampler.integrations.vllm.slots import RequestSlots
+from compiled_sampler.integrations.vllm.engine_sampler import EngineSampler
+from compiled_sampler.integrations.vllm.settings import Settings
+from compiled_sampler.integrations.vllm.v1_sampler import BatchRequests, CheckedRequest
 from tests.engines.vllm_stand_in import Given
+from tests.engines.vllm_stand_in import runner as v1_runner
+
+pytestmark = pytest.mark.full
 
 PENALTIES = {"temperature": 0.0, "repetition_penalty": 2.0, "seed": 1}
 
@@ -19,25 +28,47 @@ def state(request_id: str, prompt: list[int] | None = None, drawn: tuple[int, ..
     return SimpleNamespace(req_id=request_id, sampling_params=Given(**given), **fields)
 
 
+class Slots:
+    """The requests of batches in the slots of a sampler."""
+
+    def __init__(self) -> None:
+        """Hold none."""
+        config = v1_runner().vllm_config
+        config.model_config.seed, config.model_config.max_model_len = 0, 31
+        given = 50, 3, torch.zeros(1, 50), Settings(backend="eager"), torch.int32
+        self.engine = EngineSampler(config, *given)
+        self.sampler: Sampler = self.engine.sampler
+        self.requests = BatchRequests(self.engine)
+
+    def of_batch(self, states: list[Any], refused: dict[str, str] | None = None) -> list[int]:
+        """The slots of a batch, some of whose requests are refused."""
+        checked = {}
+        for each in states:
+            own, reason = self.engine.checked(each.sampling_params, each.req_id)
+            reason = (refused or {}).get(each.req_id, reason)
+            checked[each.req_id] = CheckedRequest(each.sampling_params, None if reason else own, reason)
+        return self.requests.of_batch(states, checked).slots.tolist()
+
+
 @pytest.fixture
-def sampler() -> Sampler:
-    return Sampler(50, 3, backend="eager", history_len=32)
+def slots() -> Slots:
+    return Slots()
 
 
-def test_a_request_keeps_its_slot_while_it_is_in_the_batch_and_frees_it_behind(sampler: Sampler) -> None:
-    slots, (a, b, c, d) = RequestSlots(sampler, 0), [state(name, seed=place) for place, name in enumerate("abcd")]
+def test_a_request_keeps_its_slot_while_it_is_in_the_batch_and_frees_it_behind(slots: Slots) -> None:
+    a, b, c, d = (state(name, seed=place) for place, name in enumerate("abcd"))
     first = slots.of_batch([a, b, c])
     assert slots.of_batch([c, a, b]) == [first[2], first[0], first[1]]
     second = slots.of_batch([d, b])
     assert second[1] == first[1]
-    assert sampler.request(second[0]).seed == 3
-    assert sampler.num_free_slots == 1
-    slots.forget()
-    assert sampler.num_free_slots == 3
+    assert slots.sampler.request(second[0]).seed == 3
+    assert slots.sampler.num_free_slots == 1
+    slots.requests.forget()
+    assert slots.sampler.num_free_slots == 3
 
 
-def test_an_id_that_comes_again_for_another_request_or_a_longer_prompt_is_added_again(sampler: Sampler) -> None:
-    slots, session = RequestSlots(sampler, 0), state("a", **PENALTIES)
+def test_an_id_that_comes_again_for_another_request_or_a_longer_prompt_is_added_again(slots: Slots) -> None:
+    sampler, session = slots.sampler, state("a", **PENALTIES)
     (slot,) = slots.of_batch([session])
     session.prompt_token_ids, session.num_prompt_tokens = [1, 2, 40], 3
     slots.of_batch([session])
@@ -48,8 +79,8 @@ def test_an_id_that_comes_again_for_another_request_or_a_longer_prompt_is_added_
     assert sampler.request(slot).seed == 9
 
 
-def test_a_preempted_request_comes_back_with_all_its_tokens(sampler: Sampler) -> None:
-    slots, logits = RequestSlots(sampler, 0), torch.zeros(1, 50)
+def test_a_preempted_request_comes_back_with_all_its_tokens(slots: Slots) -> None:
+    sampler, logits = slots.sampler, torch.zeros(1, 50)
     logits[0, 40], logits[0, 7] = 1.0, 0.9
     back = state("a", drawn=(40,), **PENALTIES)
     slots.of_batch([state("b"), back])
@@ -59,10 +90,9 @@ def test_a_preempted_request_comes_back_with_all_its_tokens(sampler: Sampler) ->
 
 
 def test_tokens_that_the_host_does_not_know_end_their_request_alone_and_only_where_they_are_read(
-    sampler: Sampler, caplog: pytest.LogCaptureFixture
+    slots: Slots, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error in a step would end the engine for every request."""
-    slots = RequestSlots(sampler, 0)
     unread, read, other = state("a", drawn=(4, -1), seed=1), state("b", drawn=(4, -1), **PENALTIES), state("c")
     biased = state("d", drawn=(4, -1), logit_bias={3: 1.0})
     first, second, *rest = slots.of_batch([unread, read, other, biased])
@@ -75,20 +105,33 @@ def test_tokens_that_the_host_does_not_know_end_their_request_alone_and_only_whe
     assert slots.of_batch([state("e")], {"e": "top_k"}) == [-1]
 
 
-def test_prompts_of_embeddings_and_ids_that_no_logit_has_count_for_nothing(sampler: Sampler) -> None:
+def test_prompts_of_embeddings_and_ids_that_no_logit_has_count_for_nothing(slots: Slots) -> None:
     """Placeholders of images are such ids; ``min_tokens`` counts them, and an eos that no logit has masks nothing."""
     least = {"temperature": 0.0, "min_tokens": 2, "_all_stop_token_ids": {7, 60}, "seed": 1}
     embedded = state("a", [0, 0], **least)
     embedded.prompt_token_ids = None
-    slots = RequestSlots(sampler, 0).of_batch([embedded, state("b", [50, 1, 99], **PENALTIES)])
+    sampler, held = slots.sampler, slots.of_batch([embedded, state("b", [50, 1, 99], **PENALTIES)])
     logits = torch.zeros(2, 50)
     logits[0, 7] = logits[1, 1] = 1.0
     logits[:, 3] = 0.9
-    assert sampler.sample(sampler.plan(slots), logits, torch.tensor([3, 3])).tolist() == [3, 3]
-    assert sampler.sample(sampler.plan(slots), logits, torch.tensor([4, 4])).tolist() == [7, 1]  # 3 was drawn
+    assert sampler.sample(sampler.plan(held), logits, torch.tensor([3, 3])).tolist() == [3, 3]
+    assert sampler.sample(sampler.plan(held), logits, torch.tensor([4, 4])).tolist() == [7, 1]  # 3 was drawn
 
 
-def test_each_slot_knows_the_token_that_ends_its_request(sampler: Sampler) -> None:
-    slots = RequestSlots(sampler, 0)
+def test_a_batch_knows_the_tokens_that_end_its_requests(slots: Slots) -> None:
     made = slots.of_batch([state("a", _eos_token_id=5), state("b", _eos_token_id=6)])
-    assert slots.endings[made].tolist() == [5, 6]
+    assert slots.engine.planned(np.array(made)).ending.tolist() == [5, 6]
+    assert slots.engine.planned(np.array([made[1], -1]), None, {1: 6}).ending == 6
+
+
+def test_the_rows_of_a_batch_that_stays_are_found_again(slots: Slots) -> None:
+    states = {name: state(name, seed=1) for name in "ab"}
+    slots.of_batch([states["a"], states["b"]])
+    batch = SimpleNamespace(req_ids=["a", "b"], num_reqs=2, num_prompt_tokens=np.array([2, 2, 9], np.int32))
+    assert slots.requests.still(batch, states) is not None
+    batch.req_ids = ["b", "a"]
+    assert slots.requests.still(batch, states) is None
+    batch.req_ids, batch.num_prompt_tokens[1] = ["a", "b"], 3  # a session went on
+    assert slots.requests.still(batch, states) is None
+    batch.num_prompt_tokens[1] = 2
+    assert slots.requests.still(batch, {**states, "b": state("b", seed=2)}) is None

@@ -18,8 +18,9 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from compiled_sampler import Verification
 from compiled_sampler.integrations.vllm import install, plugin, uninstall
-from compiled_sampler.integrations.vllm.drawing import RunnerSampler, RunnerState, verifications
+from compiled_sampler.integrations.vllm.engine_sampler import EngineSampler, verifications
 from compiled_sampler.integrations.vllm.settings import Settings
+from compiled_sampler.integrations.vllm.v1_sampler import RunnerState
 from tests.engines.vllm_stand_in import runner as checked_runner
 
 pytestmark = pytest.mark.full
@@ -36,36 +37,36 @@ def clean() -> Iterator[None]:
 
 def runner(num_drafts: int = 0, method: str = "greedy", **changed: Any) -> Any:
     """A stand-in with what a state reads of a runner before its first batch; 4 requests, vocabulary V."""
-    drafts = SimpleNamespace(draft_sample_method=method, rejection_sample_method="standard") if num_drafts else None
+    given = {"draft_sample_method": method, "rejection_sample_method": "standard"}
+    drafts = SimpleNamespace(num_speculative_tokens=num_drafts, **given) if num_drafts else None
     made = checked_runner(speculative_config=drafts, **changed)
-    made.vllm_config.model_config.seed = 3
+    made.vllm_config.model_config.seed, made.vllm_config.model_config.max_model_len = 3, 16
     made.input_batch.vocab_size = V
-    made.model_config, made.num_spec_tokens = made.vllm_config.model_config, num_drafts
-    made.max_num_reqs, made.max_model_len = 4, 16
+    made.max_num_reqs = 4
     made.model = SimpleNamespace(compute_logits=lambda hidden: torch.zeros(len(hidden), V, dtype=torch.bfloat16))
     return made
 
 
 @pytest.fixture
-def warmed(monkeypatch: pytest.MonkeyPatch) -> list[RunnerSampler]:
+def warmed(monkeypatch: pytest.MonkeyPatch) -> list[EngineSampler]:
     """The samplers that are warmed up, which compile nothing here."""
-    found: list[RunnerSampler] = []
-    monkeypatch.setattr(RunnerSampler, "warm_up", lambda self: found.append(self))
+    found: list[EngineSampler] = []
+    monkeypatch.setattr(EngineSampler, "warm_up", lambda self: found.append(self))
     return found
 
 
-def test_a_state_makes_the_sampler_of_its_batches_once(warmed: list[RunnerSampler]) -> None:
+def test_a_state_makes_the_sampler_of_its_batches_once(warmed: list[EngineSampler]) -> None:
     state = RunnerState(runner(), Settings(backend="eager"))
     state.warm_up(torch.zeros(3, HIDDEN))
     state.warm_up(torch.zeros(3, HIDDEN))
     (made,) = warmed
-    assert (made._sampler.vocab_size, made._sampler.max_num_requests) == (V, 4)
-    assert made._sampler.logits_dtype is torch.bfloat16
-    assert state._sampler_of(torch.zeros(2, V)) is made
+    assert (made.sampler.vocab_size, made.sampler.max_num_requests) == (V, 4)
+    assert made.sampler.logits_dtype is torch.bfloat16
+    assert state._sampler_of(torch.zeros(2, V)).engine is made
     assert state.counts == {"batches": 0, "stock_batches": 0}
 
 
-def test_nothing_is_prepared_where_it_is_off_or_vllm_draws(warmed: list[RunnerSampler]) -> None:
+def test_nothing_is_prepared_where_it_is_off_or_vllm_draws(warmed: list[EngineSampler]) -> None:
     RunnerState(runner(), Settings(warmup="off")).warm_up(torch.zeros(3, HIDDEN))
     RunnerState(runner(is_diffusion=True), Settings(on_unsupported="stock")).warm_up(torch.zeros(3, HIDDEN))
     assert warmed == []
@@ -83,11 +84,11 @@ def test_nothing_is_prepared_where_it_is_off_or_vllm_draws(warmed: list[RunnerSa
 def test_drafts_are_prepared_for_as_they_will_be_verified(
     num_drafts: int, method: str, rule: str, wanted: tuple[Verification, ...]
 ) -> None:
-    assert verifications(runner(num_drafts, method), rule) == wanted
+    assert verifications(runner(num_drafts, method).vllm_config, rule) == wanted
 
 
 def test_the_cpu_worker_warms_up_before_the_engine_serves(
-    monkeypatch: pytest.MonkeyPatch, warmed: list[RunnerSampler]
+    monkeypatch: pytest.MonkeyPatch, warmed: list[EngineSampler]
 ) -> None:
     monkeypatch.setattr("vllm.distributed.parallel_state.get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
     order: list[str] = []
@@ -101,7 +102,7 @@ def test_the_cpu_worker_warms_up_before_the_engine_serves(
 
 
 def test_a_model_that_is_an_encoder_alone_is_not_warmed_up(
-    monkeypatch: pytest.MonkeyPatch, warmed: list[RunnerSampler]
+    monkeypatch: pytest.MonkeyPatch, warmed: list[EngineSampler]
 ) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", lambda self, hidden_states: torch.tensor([]))
@@ -114,7 +115,7 @@ def test_a_model_that_is_an_encoder_alone_is_not_warmed_up(
 
 
 def test_elsewhere_the_runner_does_behind_vllms_own_sampler(
-    monkeypatch: pytest.MonkeyPatch, warmed: list[RunnerSampler]
+    monkeypatch: pytest.MonkeyPatch, warmed: list[EngineSampler]
 ) -> None:
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     order: list[str] = []
