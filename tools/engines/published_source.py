@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSIONS = {"sglang": "0.5.23", "tokenspeed": "0.1.1"}
+VERSIONS = {"sglang": "0.5.23"}
 """Of each package, which the tests passed with."""
 TESTS = {name: f"tests/compiled_sampler/integrations/{name}" for name in VERSIONS}
 _ANY_WHEEL = ("--no-deps", "--only-binary=:all:", "--python-version=3.11", "--platform=manylinux_2_34_x86_64")

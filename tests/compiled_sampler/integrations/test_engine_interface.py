@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from compiled_sampler.integrations import tokenspeed
 from compiled_sampler.integrations.engine_interface import Interface, Supported, check_supported, differences, found
 
 INTERFACE = Interface(parameters={"an_engine.parts.drawing:Drawer.draw": ("self", "logits")})
@@ -57,3 +58,11 @@ def test_what_fails_in_an_engines_own_import_is_let_through(engine: Path, source
     engine.write_text(source)
     with pytest.raises(error, match=message):
         differences(INTERFACE, found)
+
+
+def test_the_adapter_that_left_ends_the_process_that_asks_for_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(tokenspeed.VARIABLE, raising=False)
+    tokenspeed.load()
+    monkeypatch.setenv(tokenspeed.VARIABLE, "triton")
+    with pytest.raises(SystemExit, match="COMPILED_SAMPLER_TOKENSPEED is set, but the adapter of TokenSpeed has left"):
+        tokenspeed.load()
