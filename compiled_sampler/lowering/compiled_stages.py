@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.comparison import fault
-from compiled_sampler.lowering.compiling.compile_queue import QUEUE, Settled, WantedStage
+from compiled_sampler.lowering.compiling.compile_queue import HANGS, QUEUE, Settled, WantedStage
 from compiled_sampler.lowering.compiling.parallel_compile import BackgroundLaunches, Listing
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, set_up_triton
@@ -81,6 +81,7 @@ class CompiledStages:
         self._warned: set[str] = set()
         self._listing: Listing | None = None
         self._is_set_up, self._takes_every_chain = False, False
+        QUEUE.users.add(self)
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
         """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors."""
@@ -171,6 +172,12 @@ class CompiledStages:
         self._eager[stage] = reason
         self._warn(stage, reason)
 
+    def forget(self) -> None:
+        """Know no stage any more: in a forked child, where some may be compiled by a thread that is not there."""
+        self._wanted.clear()
+        self._called.clear()
+        self._listing = None
+
     def status(self) -> LoweringStatus:
         """Which torch compiles the stages, and which of them run in eager torch instead."""
         wanted = [*self._wanted.values()]
@@ -209,6 +216,9 @@ class CompiledStages:
 
     def _first_call(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
         """What runs a stage for tensors of such shapes: compiled code, or eager torch until that is there."""
+        if QUEUE.hangs:
+            self._eager[code.stage] = HANGS
+            return functools.partial(code.stage, **code.static)
         found: Callable[..., Any] | None = self._ready(code)
         if found is None and self.compiles_at_calls:
             found = self._compile(code)

@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -33,6 +35,7 @@ VARIABLE = "COMPILED_SAMPLER_PROCESSES"
 """The environment variable that says how many processes compile; with 0 nothing is compiled before ``warmup``."""
 
 NOT_KEPT = "it cannot be kept on disk, so that warmup() alone compiles it"
+HANGS = "this is a forked child; torch.set_num_threads(1) before its first step lets it run compiled code"
 NO_PROCESS = f"no process compiles it, by {VARIABLE} or for want of GPU memory, so that warmup() alone does"
 
 _MOST, _FEWEST_CORES = 12, 8
@@ -91,10 +94,12 @@ class CompileQueue:
     def __init__(self) -> None:
         self.lock = threading.Condition()
         self.processes: set[CompileProcess] = set()
+        self.users: WeakSet[Any] = WeakSet()
         self._waiting: deque[WantedStage] = deque()
         self._taken: list[WantedStage] = []
         self._threads: set[threading.Thread] = set()
         self._most_threads, self._built, self._is_over = 0, 0, False
+        self._is_forked = False
 
     def put(self, stages: Sequence[WantedStage], device: torch.device, *, first: bool = False) -> None:
         """Have stages compiled in the background, in this order, or before all others."""
@@ -109,7 +114,7 @@ class CompileQueue:
                 self.lock.notify_all()
 
     def wake(self) -> None:
-        """Have a thread for what waits, also in the child of a fork."""
+        """Have a thread for what waits."""
         if self._waiting and not self._threads:
             with self.lock:
                 self._start_threads()
@@ -196,11 +201,18 @@ class CompileQueue:
         for thread in [*self._threads]:
             thread.join(5.0)
 
-    def _after_fork(self) -> None:
-        """In the child: no thread and no process is its own; what they had taken waits again."""
-        waiting = deque([*self._taken, *self._waiting])
+    @property
+    def hangs(self) -> bool:
+        """Whether compiled code would hang: in a forked child OpenMP waits for threads that its parent had."""
+        return self._is_forked and torch.get_num_threads() > 1
+
+    def after_fork(self) -> None:
+        """In the child: no thread and no process is its own, nor what they have taken."""
+        users = self.users
         self.__init__()  # type: ignore[misc]
-        self._waiting, self._most_threads = waiting, 1
+        self.users, self._is_forked = users, True
+        for each in users:
+            each.forget()
 
 
 QUEUE = CompileQueue()
@@ -249,7 +261,7 @@ def _release_locks() -> None:
 
 
 def _in_child() -> None:
-    QUEUE._after_fork()
+    QUEUE.after_fork()
     LOCK.release()
 
 
