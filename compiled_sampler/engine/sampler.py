@@ -505,15 +505,22 @@ class Sampler(RequestHolder):
         if positions is not None:
             check_positions(positions, len(plan.slots), self.device)
 
-    def warmup(self, progress: Progress | None = None, modes: Collection[str] | None = None) -> None:
+    def warmup(
+        self, progress: Progress | None = None, modes: Collection[str] | None = None, *, wait: bool = True
+    ) -> None:
         """Compile and capture every step that the sampler was made for.
 
-        Later calls of up to ``max_num_requests`` rows, of verifications as many requests, never compile.
+        Nothing else waits for a compiler: calls run in eager torch, with the same bits, until background processes
+        have compiled their stages. After ``warmup`` calls of up to ``max_num_requests`` rows, of verifications as many
+        requests, run compiled stages and replay graphs.
 
         Args:
-            progress: called as ``progress(done, total, label)`` for each step traced or compiled, then each capture.
+            progress: called as ``progress(done, total, label)`` for each stage that is ready, each step that ran, then
+                each capture; without ``wait`` for stages alone, by a thread of the background.
             modes: names of the modes to prepare, None for all. A batch of another mode is served by a captured variant
                 of a mode that covers it, if there is one.
+            wait: False asks the background for the stages alone and returns: nothing is captured then, before a
+                ``warmup`` that waits. ``statistics().lowering`` says which are still queued.
 
         Raises:
             TypeError, ValueError: ``progress`` that cannot be called; a name that is no mode.
@@ -521,7 +528,7 @@ class Sampler(RequestHolder):
             RuntimeError: the current stream is being captured.
         """
         arguments.check_progress(progress)
-        self._runner.warmup(progress, modes)
+        self._runner.warmup(progress, modes, waits=wait)
 
     def bind(
         self,

@@ -63,12 +63,6 @@ class StepExecutor:
         with torch.inference_mode(False):
             self._unfiltered = unfiltered_table(requests.table, vocab_size)
 
-    @property
-    def table_sizes(self) -> tuple[Any, ...]:
-        """What stages are compiled for of the tables; its ``repr`` is the same in every process."""
-        drafts = None if self._drafts is None else self._drafts.table.logits.shape
-        return self._requests.table.seeds.shape, self._edits.sizes, drafts
-
     def table_of(self, step: Step) -> SlotTable:
         """The parameters by slot, with what the step does not serve; to be asked for before a capture of the step."""
         return self._requests.table_for(step.mode.samples_as, step.edits)

@@ -182,42 +182,45 @@ class StepRunner:
         fits = (known for known, step in allowed if known.can_replace(step, self.custom.of_call))
         return self._remembered(key, min(fits, key=lambda known: (known.width, len(known.edits)), default=steps[0]))
 
-    def warmup(self, progress: Progress | None, modes: Collection[str] | None) -> None:
-        """Compile the registered steps for every class of row counts, and capture their variants."""
+    def warmup(self, progress: Progress | None, modes: Collection[str] | None, *, waits: bool) -> None:
+        """Compile the registered steps for every class of row counts, and capture their variants; or ask for it."""
         check_modes(modes, [mode.name for mode in self._modes])
         self._forget_drafts()
         check_not_capturing(
             self._device, "warmup() must not be called inside a capture, which forbids others; call it before"
         )
-        report = progress or (lambda done, total, label: None)
         steps = [step for step in self._registered.values() if modes is None or step.is_of(modes)]
         if self._stages is not None:
-            self._compile(self._stages, steps, report)
-        if self.backend == "graph":
+            self._compile(self._stages, steps, progress, waits=waits)
+        if self.backend == "graph" and waits:
             self._cache.warmup([step.name for step in steps], progress=progress)
 
-    def _compile(self, stages: CompiledStages, steps: Sequence[Step], report: Progress) -> None:
+    def _compile(
+        self, stages: CompiledStages, steps: Sequence[Step], progress: Progress | None, *, waits: bool
+    ) -> None:
         """Compile the stages of steps in parallel, then run each step, for every class of row counts."""
         runs = [(step, sample) for step in steps for sample in dict.fromkeys(self._samples(step))]
-        before, bound = 0, self._bound
+        before, bound, further = 0, self._bound, len(runs) if waits else 0
 
         def compiled(done: int, total: int, label: str) -> None:
             nonlocal before
             before = total
-            report(done, total + len(runs), label)
+            if progress is not None:
+                progress(done, total + further, label)
 
-        layouts = {name: spec for step in steps for name, spec in self._inputs(step).items()}
-        what = _described(runs, layouts, bound, self._executor.table_sizes)
-        if lists := not (stages.compares or stages.are_on_disk(self._device, *what)):
+        if not stages.compares:  # else each is compared before it is used, on the tensors of a run
             unread = None if bound is None else TensorSpec.of(bound).empty()  # what listed edits write is wrong
-            with stages.precompiling(self._device, compiled, *what, runs=len(runs)):
+            with stages.precompiling(self._device, compiled, waits=waits):
                 for step, sample in runs:
                     self._executor(step, **self._padding(step, sample, unread))
-        with stages.taking_every_chain(not lists):
+        if not waits:
+            return
+        with stages.compiling_at_calls():
             for done, (step, sample) in enumerate(runs, start=before + 1):
                 tensors = self._padding(step, sample, bound)
                 self._executor(step, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
-                report(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
+                if progress is not None:
+                    progress(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
     def bind(self, inputs: Mapping[str, Tensor], out: Any) -> None:
         """Let variants read inputs in place, logits of the target among them, and write results, unless out is None."""
@@ -348,14 +351,6 @@ def _steps_of(
             yield Step("verify", mode, way.width, edits)
     for mode in modes if probabilities and not writes else ():
         yield Step("probabilities", mode, edits=edits)
-
-
-def _described(
-    runs: Sequence[tuple[Step, Any]], layouts: Mapping[str, BufferSpec], bound: Tensor | None, tables: tuple[Any, ...]
-) -> tuple[Any, ...]:
-    """What decides which stages some runs of steps need; its ``repr`` is the same in every process."""
-    shapes = sorted((name, spec.shape, spec.dtype) for name, spec in layouts.items())
-    return runs, shapes, None if bound is None else (bound.shape, bound.stride()), tables
 
 
 def _padding(inputs: Mapping[str, BufferSpec], size: int, rows: int, device: torch.device) -> dict[str, Tensor]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,28 +21,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.comparison import fault
-from compiled_sampler.lowering.compiling.compile_processes import CompileProcesses, number_of_processes
-from compiled_sampler.lowering.compiling.disk_cache import CompiledElsewhere, is_complete, record_of, write_record
+from compiled_sampler.lowering.compiling.compile_queue import HANGS, QUEUE, Settled, WantedStage
 from compiled_sampler.lowering.compiling.parallel_compile import BackgroundLaunches, Listing
-from compiled_sampler.lowering.compiling.stage_code import StageCode
+from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, set_up_triton
-from compiled_sampler.lowering.inductor.patches import one_wait
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.stages.stage_call import leaves, shape
+from compiled_sampler.lowering.stages.stage_call import StageCall, leaves, shape
 from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
-
-EXACT_OPTIONS: Options = {
-    "emulate_precision_casts": True,  # turns FMA contraction off in Triton; C++ has it off already
-    "pattern_matcher": False,  # else y = x * t; y - y.amax() becomes (x - amax) * t
-    "constant_and_index_propagation": False,  # else int64 arange arithmetic runs in int32
-    "eager_numerics.disable_ftz": True,
-    "eager_numerics.division_rounding": True,
-    "realize_opcount_threshold": 30,  # more lets Inductor trace shared subexpressions again for every use
-    "realize_reads_threshold": 32,
-    "split_reductions": False,  # rows are cut into blocks by hand; a short reduction split again is a kernel more
-    "score_fusion_memory_threshold": 1,  # else the outputs of one row, a few bytes each, become a kernel each
-}
-"""Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
 Progress = Callable[[int, int, str], object]
 
@@ -50,23 +35,28 @@ VARIABLE = "COMPILED_SAMPLER_KNOWN_ANSWERS"
 """The environment variable that is 1 where stages are compared with eager torch, also on a torch that is known."""
 
 _MOST_CALLS = 4096  # shapes of calls that are remembered
-_STAGES_OF_A_RUN = 3  # a GPU's 22 runs of all modes have 68 stages
+_NOWHERE = torch.device("cpu")  # where nothing is launched
 
 
 @dataclass(frozen=True)
 class LoweringStatus:
-    """How a sampler's stages run.
+    """How a sampler's stages run: compiled, but for those named here.
 
     Attributes:
         torch_version: of the torch that compiles them.
         torch_is_known: whether Inductor's private parts were checked on it; on an unknown torch they are not touched,
             which costs speed alone.
-        eager_stages: by name of a stage that runs in eager torch instead of compiled, why.
+        eager_stages: by name of a stage that runs in eager torch, why: its compiled form fails or differs, or
+            ``warmup`` alone compiles it.
+        queued_stages: by name of a stage that runs in eager torch until it is compiled, how many forms of it are.
+        compile_processes: of this process, for all of its samplers, that compile or wait for a stage at the moment.
     """
 
     torch_version: str
     torch_is_known: bool
     eager_stages: Mapping[str, str]
+    queued_stages: Mapping[str, int] = field(default_factory=dict)
+    compile_processes: int = 0
 
 
 class StageWarning(UserWarning):
@@ -74,17 +64,24 @@ class StageWarning(UserWarning):
 
 
 class CompiledStages:
-    """Runs stages through Inductor; a ``run`` for the pipeline."""
+    """Runs stages through Inductor; a ``run`` for the pipeline.
+
+    A stage runs in eager torch until its compiled form is there; a call waits for that within ``compiling_at_calls``.
+    """
 
     fuses = True
+    compiles_at_calls = False
+    """Whether the first call of a stage compiles it; tests and tools set it for every sampler."""
 
     def __init__(self, options: Options | None = None) -> None:
         self._options = EXACT_OPTIONS if options is None else options  # others for tools alone
-        self._compiled: dict[Any, Compiled] = {}
+        self._wanted: dict[Any, WantedStage] = {}
         self._called: dict[Any, Callable[..., Any]] = {}
         self._eager: dict[Stage, str] = {}
+        self._warned: set[str] = set()
         self._listing: Listing | None = None
         self._is_set_up, self._takes_every_chain = False, False
+        QUEUE.users.add(self)
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
         """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors."""
@@ -99,10 +96,7 @@ class CompiledStages:
         shapes = _shapes_of(stage, tensors, static)
         found = self._called.get(shapes)
         if found is None:
-            found = self._find(StageCode.of(stage, tensors, static))
-            if len(self._called) >= _MOST_CALLS:
-                self._called.clear()
-            self._called[shapes] = found
+            found = self._first_call(shapes, StageCode.of(stage, tensors, static))
         return found(*tensors)
 
     @property
@@ -128,72 +122,84 @@ class CompiledStages:
         return results
 
     def any_row(self, flags: Tensor) -> bool:
-        """``stage.any_row``; while precompiling, where no row has a value yet, every chain is compiled."""
+        """``stage.any_row``; in a warm-up every chain runs, so that later calls load none."""
         return self._listing is not None or self._takes_every_chain or bool(flags.any())
-
-    def compile(self, code: StageCode, *, waits: bool = True) -> bool:
-        """Whether the code of a stage is here: from before, from disk, or compiled now; it does not run."""
-        # It is not where another process compiles it, and this one does not wait.
-        try:
-            self._find(code, waits=waits)
-        except CompiledElsewhere:
-            return False
-        return True
-
-    def are_on_disk(self, device: torch.device, *steps: Any) -> bool:
-        """Whether all stages that some steps need were kept on disk, by ``precompiling`` with the same arguments."""
-        # Those that are never kept, such as those of the user's edits, are passed over.
-        record = record_of(device, self._options, *steps)
-        return record is not None and is_complete(record)
 
     @contextmanager
     def precompiling(
-        self, device: torch.device, progress: Progress | None = None, *steps: Any, runs: int = 0
+        self, device: torch.device, progress: Progress | None = None, *, waits: bool = True
     ) -> Iterator[None]:
         """Within, stages give zeros, in their shapes; at the end those that were called are compiled in parallel."""
-        # steps: what decides which stages are called, for are_on_disk; none keeps no record of them. runs: how many
-        # steps will be listed; processes start at once to compile about as many stages as they have. A stage of which
-        # progress tells is ready but for its kernels.
+        # Without waits they are asked for alone, before all others; progress is then called by a thread.
         self._set_up(device)
-        try:
-            with one_wait(), BackgroundLaunches(device) as background, CompileProcesses(device) as others:
-                others.start(self._processes(_STAGES_OF_A_RUN * runs, device))
-                self._listing = Listing(background)
+        with BackgroundLaunches(device if waits else _NOWHERE) as background:
+            self._listing = listing = Listing(background)
+            try:
                 yield
-                paths = self._compile_listed(self._listing, device, others, progress)
-            record = record_of(device, self._options, *steps) if steps else None
-            if record is not None:  # what is not kept is compiled here, whoever lists it
-                write_record(record, [path for path in paths if path is not None])
-        except BaseException:
-            self._compiled.clear()  # some may have no kernels
-            self._called.clear()
-            raise
-        finally:
-            self._listing = None
+            finally:
+                self._listing = None
+        missing, done = [code for code in listing.longest_first() if self._ready(code) is None], 0
+
+        def settled(wanted: WantedStage) -> None:
+            nonlocal done
+            done += 1
+            if progress is not None:
+                progress(done, len(missing), f"compiled stage {wanted.name}")
+
+        asked = self._ask(missing, None if waits else settled, first=True)
+        if not waits:
+            return
+        for code, wanted in zip(reversed(missing), reversed(asked), strict=True):  # processes begin with the longest
+            if not QUEUE.withdraw(wanted):
+                QUEUE.wait_for(wanted)
+            if wanted.compiled is None:
+                self._compile(code)
+            settled(wanted)
 
     @contextmanager
-    def taking_every_chain(self, wanted: bool) -> Iterator[None]:
-        """Within, if wanted, chains of stages run that no row needs too, so that later calls load none."""
-        self._takes_every_chain = wanted
+    def compiling_at_calls(self) -> Iterator[None]:
+        """Within, the first call of a stage compiles it; where stages are compared, every chain of stages runs."""
+        self._called.clear()  # of stages that ran in eager torch
+        self.compiles_at_calls, self._takes_every_chain = True, self.compares
         try:
             yield
         finally:
+            del self.compiles_at_calls
             self._takes_every_chain = False
 
     def run_eagerly(self, stage: Stage, reason: str) -> None:
         """Run a stage in eager torch from now on, and warn of it."""
         self._eager[stage] = reason
-        warnings.warn(
-            f"stage {stage.__name__} runs in eager torch {torch.__version__}: compiled, {reason}. Tokens stay the "
-            "same, steps take longer",
-            StageWarning,
-            stacklevel=2,
-        )
+        self._warn(stage, reason)
+
+    def forget(self) -> None:
+        """Know no stage any more: in a forked child, where some may be compiled by a thread that is not there."""
+        self._wanted.clear()
+        self._called.clear()
+        self._listing = None
 
     def status(self) -> LoweringStatus:
         """Which torch compiles the stages, and which of them run in eager torch instead."""
-        reasons = {stage.__name__: reason for stage, reason in self._eager.items()}
-        return LoweringStatus(str(torch.__version__), is_known(), reasons)
+        wanted = [*self._wanted.values()]
+        reasons = {each.name: each.reason for each in wanted if each.state == "eager"}
+        reasons |= {stage.__name__: reason for stage, reason in self._eager.items()}
+        queued = Counter(each.name for each in wanted if each.state == "queued")
+        return LoweringStatus(str(torch.__version__), is_known(), reasons, queued, len(QUEUE.processes))
+
+    def _warn(self, stage: Stage, reason: str) -> None:
+        """Warn of a stage that stays in eager torch; of several that fail in one way, of the first."""
+        kind = reason if "differs" in reason else reason.split(":")[0].split(",")[0]
+        if kind in self._warned:
+            return
+        self._warned.add(kind)
+        warnings.warn(
+            f"stage {stage.__name__} runs in eager torch {torch.__version__}: compiled, {reason}. Tokens stay the "
+            "same, steps take longer. To compile stages takes a C++ compiler (CXX) and a cache directory that can be "
+            "written and executed from (TORCHINDUCTOR_CACHE_DIR); Sampler.statistics().lowering names all that are "
+            "eager",
+            StageWarning,
+            stacklevel=2,
+        )
 
     def _runs_as_is(self, stage: Stage) -> bool:
         """Whether a stage is not compiled: it has kernels of its own, or its compiled code is not to be used."""
@@ -201,79 +207,106 @@ class CompiledStages:
 
     def _list(self, listing: Listing, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """Zeros in the shapes of what a stage returns; the call is kept, or launched in the background."""
-        shapes = _shapes_of(stage, tensors, static)
-        if self._runs_as_is(stage):
-            return listing.launch(shapes, stage, tensors, static)
-        made = listing.zeros if shapes in self._called else listing.add
-        return made(shapes, stage, tensors, static)
-
-    def _compile_listed(
-        self, listing: Listing, device: torch.device, others: CompileProcesses, progress: Progress | None
-    ) -> Sequence[Path | None]:
-        """Compile what was listed, in other processes what is not on disk; the place of each, None if it has none."""
-        longest = listing.longest_first()
-        paths = [code.path(self._options) for code, _ in longest]
-        missing = [
-            (call, path)
-            for (code, call), path in zip(longest, paths, strict=True)
-            if path is not None and code.key not in self._compiled and not path.exists()
-        ]
-        if missing:
-            others.start(self._processes(len(missing), device))
-            others.compile(missing)
-        codes = [code for code, _ in longest]
-        for done, code in enumerate(self._compiled_in_turn(codes, paths, others), start=1):
-            if progress is not None:
-                progress(done, len(codes), f"compiled stage {code.stage.__name__}")
-        for code in listing.codes():  # of shapes that what was made may not serve
-            self.compile(code)
-        return paths
-
-    def _compiled_in_turn(
-        self, codes: Sequence[StageCode], paths: Sequence[Path | None], others: CompileProcesses
-    ) -> Iterator[StageCode]:
-        """Each stage once its code is here; last those that processes compile which are not ours."""
-        left = []
-        for code, path in zip(codes, paths, strict=True):
-            if path is not None:
-                others.wait_for(path)
-            if self.compile(code, waits=False):
-                yield code
-            else:
-                left.append(code)
-        for code in left:
-            self.compile(code)
-            yield code
-
-    def _processes(self, calls: int, device: torch.device) -> int:
-        """How many others to compile with; they know no options but ``EXACT_OPTIONS``."""
-        return number_of_processes(calls, device) if calls and self._options is EXACT_OPTIONS else 0
+        made = listing.launch if self._runs_as_is(stage) else listing.add
+        return made(_shapes_of(stage, tensors, static), stage, tensors, static)
 
     def _set_up(self, device: torch.device) -> None:
         set_up_triton(device)
         self._is_set_up = True
 
-    def _find(self, code: StageCode, *, waits: bool = True) -> Callable[..., Any]:
-        """The compiled code of a stage: from before, from disk, or made now, by this process or another one."""
-        known = self._compiled.get(code.key)
-        if known is not None and known.guard_check(*code.tensors):
-            return known
+    def _first_call(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
+        """What runs a stage for tensors of such shapes: compiled code, or eager torch until that is there."""
+        if QUEUE.hangs:
+            self._eager[code.stage] = HANGS
+            return functools.partial(code.stage, **code.static)
+        found: Callable[..., Any] | None = self._ready(code)
+        if found is None and self.compiles_at_calls:
+            found = self._compile(code)
+        if found is None:
+            code.check_not_capturing()
+            found = self._eager_until_ready(shapes, code)
+        if len(self._called) >= _MOST_CALLS:
+            self._called.clear()
+        self._called[shapes] = found
+        return found
+
+    def _ready(self, code: StageCode) -> Compiled | None:
+        """The compiled code of a stage, if it is there and serves such tensors."""
+        wanted = self._wanted.get(code.key)
+        if wanted is None or wanted.compiled is None or not wanted.compiled.guard_check(*code.tensors):
+            return None
+        if not wanted.has_run:  # Inductor may time kernels at their first run
+            code.check_not_capturing()
+        wanted.has_run = True
+        wanted.compiled.disable_guard_check()  # a matter of shapes alone, and looked at above
+        return wanted.compiled
+
+    def _eager_until_ready(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
+        """A stage in eager torch, whose compiled code takes over when a thread has it."""
+        stage, static, wanted = code.stage, code.static, self._wanted.get(code.key)
+        if wanted is None:
+            (wanted,) = self._ask([code])
+        if wanted.state == "ready":  # for other numbers of rows; warmup() compiles such a stage again
+            return functools.partial(stage, **static)
+
+        def run(*tensors: Any) -> Any:
+            if wanted.state == "queued":
+                QUEUE.wake()
+            elif wanted.state == "ready":
+                del self._called[shapes]
+                return self(stage, *tensors, **static)
+            elif wanted.has_failed:
+                wanted.has_failed = False  # warned of once
+                self._warn(stage, wanted.reason)
+            code_of_device.check_not_capturing()
+            return stage(*tensors, **static)
+
+        code_of_device = code._replace(tensors=())
+        return run
+
+    def _ask(
+        self, codes: Sequence[StageCode], settled: Settled | None = None, *, first: bool = False
+    ) -> list[WantedStage]:
+        """Have the code of stages compiled in the background; what no thread has taken is asked for anew."""
+        asked, new = list[WantedStage](), list[WantedStage]()
+        for code in codes:
+            wanted = self._wanted.get(code.key)
+            if wanted is None or QUEUE.withdraw(wanted):
+                wanted = WantedStage(StageCall.of(code.stage, code.tensors, code.static).portable(), settled)
+                self._wanted[code.key] = wanted
+                new.append(wanted)
+            asked.append(wanted)
+        if self.compares or self._options is not EXACT_OPTIONS:
+            for wanted in new:
+                wanted.reason = "warmup() alone compiles it, and compares it with eager torch"
+        elif new:
+            QUEUE.put(new, codes[0].device, first=first)
+        return asked
+
+    def _compile(self, code: StageCode) -> Callable[..., Any]:
+        """The code of a stage from disk, or compiled now in this thread; in eager torch where it fails or differs."""
         code.check_not_capturing()
         self._set_up(code.device)
+        known = self._wanted.get(code.key)
+        is_unfit = known is not None and known.compiled is not None  # and so is what is on disk
 
         @functools.cache
         def made() -> Compiled:
-            if known is not None:  # what is on disk is made for other numbers of rows, too
-                return code.compiled(self._options)
-            return code.found_or_compiled(self._options, waits=waits)
+            return code.compiled(self._options) if is_unfit else code.found_or_compiled(self._options)
 
-        if self.compares:
-            reason = fault(code.stage, lambda *tensors: made()(*tensors), code.tensors, code.static)
-            if reason:
-                self.run_eagerly(code.stage, reason)
-                return functools.partial(code.stage, **code.static)
-        made().disable_guard_check()  # a matter of shapes alone, and looked at above
-        self._compiled[code.key] = made()
+        try:
+            reason = ""
+            if self.compares:
+                reason = fault(code.stage, lambda *tensors: made()(*tensors), code.tensors, code.static)
+            if not reason:
+                made().disable_guard_check()  # a matter of shapes alone, for which it was made
+        except Exception as error:
+            reason = fault_of(error)
+        if reason:
+            self.run_eagerly(code.stage, reason)
+            return functools.partial(code.stage, **code.static)
+        call = StageCall.of(code.stage, code.tensors, code.static).portable()
+        self._wanted[code.key] = WantedStage(call, state="ready", compiled=made(), has_run=True)
         return made()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.lowering.compiling import stage_code
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.modes import RULES
 from tests.cases.hard_rows import Batch
@@ -63,12 +63,13 @@ def verifying_sampler(backend: str, vocab_size: int, params: Sequence[SamplingPa
 
 @contextlib.contextmanager
 def nothing_compiles() -> Iterator[None]:
-    """Tracing, compiling and loading what was compiled are errors."""
+    """Tracing, compiling, loading what was compiled, and stages in eager torch that are not compiled yet are errors."""
     refused = AssertionError("a stage was compiled after the warm-up")
     with (
         torch.compiler.set_stance("fail_on_recompile"),
         mock.patch.object(torch, "compile", side_effect=refused),
-        mock.patch.object(stage_code, "load", side_effect=refused),
+        mock.patch.object(CompiledStages, "_compile", side_effect=refused),
+        mock.patch.object(CompiledStages, "_eager_until_ready", side_effect=refused),
     ):
         yield
 
@@ -82,11 +83,7 @@ def stages_stay_eager() -> Iterator[None]:
         run.guard_check, run.disable_guard_check = (lambda *tensors: True), (lambda: None)
         return run
 
-    with (
-        mock.patch.object(StageCode, "found_or_compiled", made),
-        mock.patch.object(StageCode, "compiled", made),
-        mock.patch("compiled_sampler.lowering.compiled_stages.write_record"),
-    ):
+    with mock.patch.object(StageCode, "found_or_compiled", made), mock.patch.object(StageCode, "compiled", made):
         yield
 
 

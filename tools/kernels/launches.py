@@ -27,8 +27,9 @@ from torch._inductor.graph import GraphLowering
 from torch.utils._pytree import tree_leaves
 
 from compiled_sampler.core.stage import Run, call
-from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.compiling import stage_code
+from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS
 from compiled_sampler.lowering.stages import tuning
 from compiled_sampler.pipeline import schedule
 from tools.kernels.generated_code import Kernel, fallbacks, kernels, launches, moved_bytes
@@ -103,6 +104,7 @@ class _Watch:
     def __init__(self) -> None:
         self.noted: list[Launch] = []
         self._stages = CompiledStages()
+        self._stages.compiles_at_calls = True
         self._modules: dict[Any, list[ModuleType]] = {}
         self._stage = ""
 
@@ -174,6 +176,7 @@ def generated(step: Step, backend: str, known: Known | None = None) -> list[Gene
         known: what was generated before, for steps that share stages; it grows.
     """
     stages, found = CompiledStages({**EXACT_OPTIONS, **BACKENDS[backend]}), list[Generated]()
+    stages.compiles_at_calls = True
     known = {} if known is None else known
 
     def run(stage: Any, /, *tensors: Any, **static: Any) -> Any:

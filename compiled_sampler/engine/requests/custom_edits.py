@@ -177,11 +177,6 @@ class EditStates:
         return tuple(self._tensors.values())
 
     @property
-    def sizes(self) -> tuple[Any, ...]:
-        """What compiled code holds of the tensors; nothing without any."""
-        return tuple((key, tuple(each.shape), each.dtype) for key, each in self._tensors.items())
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the tensors on the device."""
         return sum(each.nbytes for each in self.every)

@@ -54,11 +54,6 @@ class EditSlots:
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits
 
     @property
-    def sizes(self) -> tuple[Any, ...]:
-        """Entries of a request, positions of the history, columns and states of the user's edits: sizes of tables."""
-        return self._sizes, self._history_len, self.custom.num_columns, *self.custom.states.sizes
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the tables, the history and the state of the user's edits on the device."""
         rows = self.custom.states.num_bytes + (0 if self._rows is None else self._rows.nbytes)

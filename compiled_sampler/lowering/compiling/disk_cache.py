@@ -2,7 +2,7 @@
 
 Files lie in Inductor's cache directory; where Inductor's caches are turned off, or torch is unknown, none is written or
 read. A name is a hash of all that a compiled stage depends on, so that no file is ever out of date. Of several
-processes that need one stage, one compiles it, and the others find it.
+processes that compile one stage, one does, and the others wait and find it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pickle
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,12 @@ import torch
 
 from compiled_sampler.lowering.inductor import compilation
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options
+from compiled_sampler.lowering.inductor.patches import locks_elsewhere
 
 if TYPE_CHECKING:  # else imported where a stage is compiled: it takes 15 ms
     from filelock import FileLock
 
-PATIENCE = 300.0
-"""Seconds to wait for another process; one stage takes a few."""
+_PATIENCE = 300.0  # seconds to wait for another process; one stage takes a few
 
 _BROKEN: tuple[type[Exception], ...] = (OSError, EOFError, pickle.PickleError, RuntimeError, ValueError, TypeError)
 _BROKEN += (LookupError, AttributeError, ImportError, AssertionError)
@@ -45,38 +45,21 @@ def path_of(stage: Callable[..., Any], device: torch.device, options: Options, *
     # is the same in every process.
     if "<locals>" in stage.__qualname__:
         return None
+    folder = compilation.cache_folder(options)
+    if folder is None:
+        return None
     named = stage.__module__, stage.__qualname__, hash_of(Path(inspect.getfile(stage)))
-    return _place("compiled_sampler", device, options, *named, key)
-
-
-def record_of(device: torch.device, options: Options, *key: Any) -> Path | None:
-    """Where it is kept which stages a warm-up needs, as ``key`` decides; None where nothing is kept."""
-    return _place("compiled_sampler_warmups", device, options, key)
-
-
-def is_complete(record: Path) -> bool:
-    """Whether all stages that a record names are on disk."""
-    try:
-        names = record.read_text().split()
-    except OSError:
-        return False
-    folder = record.parents[2] / "compiled_sampler"
-    return bool(names) and all((folder / name[:2] / name).exists() for name in names)
-
-
-def write_record(record: Path, stages: Iterable[Path]) -> None:
-    """Keep which stages a warm-up needs; a full disk keeps nothing."""
-    with contextlib.suppress(OSError):
-        record.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=record.parent) as folder:
-            whole = Path(folder) / record.name
-            whole.write_text("\n".join(path.name for path in stages))
-            whole.replace(record)
+    plain = sorted((name, value) for name, value in options.items() if not callable(value))
+    parts = (*named, key, _library(), _machine(device), plain, compilation.cache_settings())
+    name = hashlib.sha256(repr(parts).encode()).hexdigest()
+    return folder / "compiled_sampler" / name[:2] / name
 
 
 def load(path: Path, scope: dict[str, Any]) -> Compiled | None:
     """The compiled stage of a file, in the scope of its module; None if there is none that this machine can use."""
-    with contextlib.suppress(*_BROKEN):
+    if not path.exists():
+        return None
+    with contextlib.suppress(*_BROKEN), locks_elsewhere(path.parent):
         return compilation.load(path, scope)
     return None
 
@@ -91,25 +74,16 @@ def store(path: Path, compiled: Compiled) -> None:
             whole.replace(path)
 
 
-class CompiledElsewhere(Exception):
-    """Another process is compiling the stage."""
-
-
 @contextmanager
-def claimed(path: Path | None, *, waits: bool) -> Iterator[None]:
+def claimed(path: Path | None) -> Iterator[None]:
     """Within, no other process compiles the stage that is kept at a place, unless this one takes very long."""
     # A process that ends lets go, however it ends. Where no file can be locked, none waits for another. Threads take
     # the lock of versions before: one that held a claim and waited for that lock would be waited for by its holder.
-    from filelock import Timeout
-
     lock = None if path is None else _lock_of(path)
     if lock is not None:
         try:
-            lock.acquire(timeout=PATIENCE if waits else 0)
-        except Timeout:
-            if not waits:
-                raise CompiledElsewhere(f"another process holds {lock.lock_file}") from None
-        except (OSError, NotImplementedError, RuntimeError):  # not our folder, or a file system without locks
+            lock.acquire(timeout=_PATIENCE)
+        except (OSError, NotImplementedError, RuntimeError):  # too long, not our folder, or a file system without locks
             lock = None
     try:
         yield
@@ -143,19 +117,10 @@ def hash_of(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-_LIBRARY = repr((torch.__version__, sys.version, library_hash(Path(__file__).parents[2])))
-"""This library's source, when it was imported, and what compiles it."""
-
-
-def _place(room: str, device: torch.device, options: Options, *key: Any) -> Path | None:
-    """A path in Inductor's cache directory, named by all that its code depends on; None where nothing is kept."""
-    folder = compilation.cache_folder(options)
-    if folder is None:
-        return None
-    plain = sorted((name, value) for name, value in options.items() if not callable(value))
-    parts = (*key, _LIBRARY, _machine(device), plain, compilation.cache_settings())
-    name = hashlib.sha256(repr(parts).encode()).hexdigest()
-    return folder / room / name[:2] / name
+@functools.cache
+def _library() -> str:
+    """This library's source and what compiles it."""
+    return repr((torch.__version__, sys.version, library_hash(Path(__file__).parents[2])))
 
 
 def _machine(device: torch.device) -> str:

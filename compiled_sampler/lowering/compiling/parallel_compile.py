@@ -69,17 +69,14 @@ class Listing:
             self._seconds[shapes] = time.perf_counter() - began
         return zeros_like(self._results[shapes])
 
-    def codes(self) -> list[StageCode]:
-        """The code of every call."""
-        return [StageCode.of_call(call) for call in self._calls.values()]
-
-    def longest_first(self) -> list[tuple[StageCode, StageCall]]:
-        """Each different code once, with a call of it; first what has many operations, whose shapes took long."""
+    def longest_first(self) -> list[StageCode]:
+        """Each different code once; first what has many operations, whose shapes took long."""
         # A long stage that is begun last would be waited for alone.
-        found: dict[Any, tuple[float, StageCode, StageCall]] = {}
-        for (shapes, call), code in zip(self._calls.items(), self.codes(), strict=True):
-            found.setdefault(code.key, (self._seconds[shapes], code, call))
-        return [(code, call) for _, code, call in sorted(found.values(), key=lambda each: -each[0])]
+        found: dict[Any, tuple[float, StageCode]] = {}
+        for shapes, call in self._calls.items():
+            code = StageCode.of_call(call)
+            found.setdefault(code.key, (self._seconds[shapes], code))
+        return [code for _, code in sorted(found.values(), key=lambda each: -each[0])]
 
 
 def zeros_like(results: Any) -> Any:

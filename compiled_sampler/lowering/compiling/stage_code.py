@@ -22,6 +22,20 @@ from compiled_sampler.pipeline.schedule import is_gpu
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 
 
+EXACT_OPTIONS: Options = {
+    "emulate_precision_casts": True,  # turns FMA contraction off in Triton; C++ has it off already
+    "pattern_matcher": False,  # else y = x * t; y - y.amax() becomes (x - amax) * t
+    "constant_and_index_propagation": False,  # else int64 arange arithmetic runs in int32
+    "eager_numerics.disable_ftz": True,
+    "eager_numerics.division_rounding": True,
+    "realize_opcount_threshold": 30,  # more lets Inductor trace shared subexpressions again for every use
+    "realize_reads_threshold": 32,
+    "split_reductions": False,  # rows are cut into blocks by hand; a short reduction split again is a kernel more
+    "score_fusion_memory_threshold": 1,  # else the outputs of one row, a few bytes each, become a kernel each
+}
+"""Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
+
+
 class StageCode(NamedTuple):
     """The compiled code that a call of a stage needs: what it depends on, where it is kept, and how it is made."""
 
@@ -86,26 +100,25 @@ class StageCode(NamedTuple):
                 "max_num_requests rows, and for logits of other strides if bind(logits=) has them"
             )
 
-    def found_or_compiled(self, exact: Options, *, waits: bool) -> Compiled:
-        """The stage from disk, or compiled now and kept there; with ``waits``, after a process that compiles it."""
-        found, place = self._found(self.path(exact))
+    def found_or_compiled(self, exact: Options) -> Compiled:
+        """The stage from disk, after another process that compiles it, or compiled now and kept there."""
+        path = self.path(exact)
+        found = self.found(path)
         if found is not None:
             return found
-        with LOCK, claimed(place, waits=waits):
-            found, place = self._found(place)  # by whom the claim was waited for
+        with LOCK, claimed(path):
+            found = self.found(path)  # by whom the claim was waited for
             if found is not None:
                 return found
             made = self.compiled(exact)
-            if place is not None:
-                store(place, made)
+            if path is not None and load(path, self.scope) is None:  # else one for other numbers of rows lies there
+                store(path, made)
         return made
 
-    def _found(self, path: Path | None) -> tuple[Compiled | None, Path | None]:
-        """What is on disk, if it serves such tensors; and the place, None where one for other numbers of rows lies."""
+    def found(self, path: Path | None) -> Compiled | None:
+        """What is on disk, if it serves such tensors."""
         found = None if path is None else load(path, self.scope)
-        if found is None or found.guard_check(*self.tensors):
-            return found, path
-        return None, None
+        return found if found is None or found.guard_check(*self.tensors) else None
 
     def compiled(self, exact: Options) -> Compiled:
         """The stage compiled for such tensors."""
@@ -113,6 +126,11 @@ class StageCode(NamedTuple):
         tensors = unshared(self.tensors, are_read=not is_known()) if tuning.writes else self.tensors
         with tuned_kernels(tuning, self.hint, self._block, on_gpu=self.on_gpu):
             return compiled(_specialised(self.stage, self.static), tensors, self.hint, self.options(exact))
+
+
+def fault_of(error: Exception) -> str:
+    """Why a stage runs in eager torch that does not compile."""
+    return f"it fails with {type(error).__name__}: {error}".split("\n")[0]
 
 
 def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:

@@ -47,7 +47,8 @@ def load(path: Path, scope: dict[str, Any]) -> Compiled:
     # Torch stores references to the classes of results by their names in scope, not the classes.
     from torch._inductor import config
 
-    with path.open("rb") as file, config.patch(compile_threads=1):  # its kernels lie on disk: a pool takes longer
+    # its kernels lie on disk: a pool takes longer
+    with LOCK, path.open("rb") as file, config.patch(compile_threads=1):
         loaded: Any = torch.compiler.load_compiled_function(file, f_globals=scope)
     return cast(Compiled, loaded)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,38 +31,20 @@ def tuned_kernels(tuning: StageTuning, rows: int, block: int = 0, *, on_gpu: boo
 
 
 @contextmanager
-def one_wait() -> Iterator[None]:
-    """Within, kernels that this thread compiles are not waited for; at the end they are ready to run."""
-    # Inductor hands every kernel to a pool of processes and waits for it before it goes on. Here it waits once, for
-    # all; the first of the compilers' errors is raised then.
-    if not is_known():
+def locks_elsewhere(folder: Path) -> Iterator[None]:
+    """Within, Inductor locks what it loads in a temporary folder, if it must not write its cache."""
+    if os.access(folder, os.W_OK):
         yield
         return
-    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor import codecache
 
-    with LOCK:
-        original, here = AsyncCompile.wait, threading.get_ident()
-        waiting: list[tuple[AsyncCompile, dict[str, Any]]] = []
-        errors = []
-
-        def wait(self: AsyncCompile, scope: dict[str, Any]) -> None:
-            if threading.get_ident() == here:
-                waiting.append((self, scope))
-            else:
-                original(self, scope)
-
-        AsyncCompile.wait = wait  # type: ignore[method-assign]
+    with LOCK, tempfile.TemporaryDirectory() as locks:
+        usual = codecache.get_lock_dir
+        codecache.get_lock_dir = lambda: locks
         try:
             yield
         finally:
-            AsyncCompile.wait = original  # type: ignore[method-assign]
-            for compilation, scope in waiting:  # each, whatever happened to the others
-                try:
-                    original(compilation, scope)
-                except Exception as error:
-                    errors.append(error)
-        if errors:
-            raise errors[0]
+            codecache.get_lock_dir = usual
 
 
 def _triton_patches(tuning: StageTuning, rows: int, block: int) -> Iterator[AbstractContextManager[object]]:

@@ -14,8 +14,9 @@ from compiled_sampler.batch import RowEntries, SampleOutputs, VerifyOutputs, ten
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.stops import cut_at_stop, with_finished
-from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.compiling import disk_cache, stage_code
+from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS
 from compiled_sampler.lowering.inductor import compilation
 from compiled_sampler.params import SamplingParams
 from tests.builders.inputs import slot_table
@@ -116,7 +117,7 @@ def test_the_name_of_a_file_tells_all_that_it_depends_on(folder, monkeypatch):
     assert first != path(key=(2,))
     with torch._inductor.config.patch(max_autotune=True):
         assert first != path()
-    for name, value in (("_LIBRARY", "x"), ("_machine", lambda device: "x"), ("hash_of", lambda file: "x")):
+    for name, value in (("_library", lambda: "x"), ("_machine", lambda device: "x"), ("hash_of", lambda file: "x")):
         with mock.patch.object(disk_cache, name, value):
             assert first != path()
     assert first == path()
@@ -138,7 +139,7 @@ def test_a_source_in_a_subfolder_changes_the_key(tmp_path):
 
 def test_the_key_holds_the_hash_of_this_package():
     package = Path(compiled_sampler.__file__).parent
-    assert disk_cache.library_hash(package) in disk_cache._LIBRARY
+    assert disk_cache.library_hash(package) in disk_cache._library()
 
 
 def test_a_function_that_may_hold_values_is_not_kept(folder):

@@ -1,4 +1,4 @@
-"""Compiling in parallel: what waits, what does not, and what an error leaves behind."""
+"""Stages that are listed, not run: what stands in for them, and what is launched meanwhile."""
 
 import threading
 from unittest import mock
@@ -6,11 +6,9 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.async_compile import AsyncCompile
 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.compiling.parallel_compile import BackgroundLaunches, fake_results, zeros_like
-from compiled_sampler.lowering.inductor.patches import one_wait
 from tests.builders.sampler import nothing_compiles
 
 CPU = torch.device("cpu")
@@ -46,79 +44,6 @@ def test_precompiled_stages_run_afterwards_and_compile_no_more():
         assert torch.equal(first, halves(x)[0])
         assert torch.equal(count, halves(x)[2])
         assert torch.equal(run(doubled, first), doubled(first))
-
-
-def test_kernels_are_waited_for_at_the_end_alone():
-    def unlike(x: Tensor) -> Tensor:
-        return x.sin() * 3.25
-
-    run, original, scopes = CompiledStages(), AsyncCompile.wait, []
-
-    def wait(self, scope):
-        scopes.append(scope)
-        original(self, scope)
-
-    with mock.patch.object(AsyncCompile, "wait", wait):
-        with run.precompiling(CPU):
-            run(unlike, torch.randn(3, 6))
-            assert scopes == []
-        assert len(scopes) == 1
-    assert AsyncCompile.wait is original
-
-
-def test_other_threads_do_not_share_the_waiting():
-    waited: list[str] = []
-
-    def wait(self, scope):
-        waited.append(threading.current_thread().name)
-
-    with mock.patch.object(AsyncCompile, "wait", wait):
-        with one_wait():
-            other = threading.Thread(target=lambda: AsyncCompile().wait({}), name="other")
-            other.start()
-            other.join()
-            AsyncCompile().wait({})
-            assert waited == ["other"]
-        assert waited == ["other", threading.current_thread().name]
-
-
-def test_two_threads_precompile_one_after_the_other():
-    original, inside, order = AsyncCompile.wait, threading.Event(), list[str]()
-
-    def other():
-        inside.wait()
-        with one_wait():
-            order.append("second")
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    with one_wait():
-        inside.set()
-        thread.join(timeout=0.2)
-        order.append("first")
-    thread.join()
-    assert order == ["first", "second"]
-    assert AsyncCompile.wait is original
-
-
-def test_an_error_of_a_compiler_is_raised_after_all_have_ended():
-    seen: list[int] = []
-
-    def wait(self, scope):
-        seen.append(scope["number"])
-        if scope["number"] == 1:
-            raise RuntimeError("no such instruction")
-
-    def compile_three():
-        with one_wait():
-            for number in range(3):
-                AsyncCompile().wait({"number": number})
-
-    original = AsyncCompile.wait
-    with mock.patch.object(AsyncCompile, "wait", wait), pytest.raises(RuntimeError, match="no such instruction"):
-        compile_three()
-    assert seen == [0, 1, 2]
-    assert AsyncCompile.wait is original
 
 
 def test_stages_with_kernels_of_their_own_run_in_a_thread_and_their_errors_are_raised():

@@ -7,7 +7,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codegen.cpp import CppVecOverrides
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.virtualized import V as virtualized
@@ -16,7 +15,7 @@ from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
 from compiled_sampler.lowering.inductor import compilation, versions
-from compiled_sampler.lowering.inductor.patches import one_wait, tuned_kernels
+from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import KNOWN_TORCH, UnknownTorchWarning, is_known
 from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.passes.race import race_maxima
@@ -74,11 +73,10 @@ def test_an_unknown_version_is_named_once(monkeypatch):
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_on_an_unknown_torch_no_patch_is_applied(on_gpu):
     def internals():
-        cast = vars(CppVecOverrides)["to_dtype_bitcast"]
-        return TritonScheduling.kernel_type, cast, type(virtualized.choices), AsyncCompile.wait
+        return TritonScheduling.kernel_type, vars(CppVecOverrides)["to_dtype_bitcast"], type(virtualized.choices)
 
     before = internals()
-    with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=on_gpu), one_wait():
+    with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=on_gpu):
         assert internals() == before
     with tuned_kernels(tuning_of(gather_rows), 2, on_gpu=on_gpu):
         assert internals() == before
@@ -86,10 +84,9 @@ def test_on_an_unknown_torch_no_patch_is_applied(on_gpu):
 
 
 def test_on_a_known_torch_patches_are_applied():
-    usual = TritonScheduling.kernel_type, vars(CppVecOverrides)["to_dtype_bitcast"], AsyncCompile.wait
-    with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=True), one_wait():
+    usual = TritonScheduling.kernel_type, vars(CppVecOverrides)["to_dtype_bitcast"]
+    with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=True):
         assert TritonScheduling.kernel_type is not usual[0]
-        assert AsyncCompile.wait is not usual[2]
     with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=False):
         assert vars(CppVecOverrides)["to_dtype_bitcast"] is not usual[1]
 

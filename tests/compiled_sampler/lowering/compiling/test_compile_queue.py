@@ -1,0 +1,355 @@
+"""No call compiles: a stage runs in eager torch until a process has compiled it, or for good, with a reason."""
+
+import ctypes
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.batch import DraftTable
+from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
+from compiled_sampler.lowering.compiling import compile_processes, compile_queue, disk_cache
+from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
+from compiled_sampler.lowering.compiling.compile_queue import (
+    HANGS,
+    NO_PROCESS,
+    NOT_KEPT,
+    QUEUE,
+    VARIABLE,
+    number_of_processes,
+)
+from compiled_sampler.lowering.compiling.disk_cache import claimed
+from compiled_sampler.lowering.compiling.stage_code import StageCode
+from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
+from compiled_sampler.passes.maxima import order_maxima
+from tests.builders.sampler import V, nothing_compiles
+
+CPU = torch.device("cpu")
+STATIC = {"vocab_size": 129, "block": 64, "slices": 1, "by_bits": False}
+LOGITS = torch.randn(3, 129)
+
+
+@pytest.fixture(autouse=True)
+def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user has it, with one process."""
+    monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setattr(compile_queue, "_IDLE_SECONDS", 0.0)  # no test finds the process of another
+
+
+@pytest.fixture
+def empty_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@contextmanager
+def compiled_nowhere() -> Iterator[None]:
+    """In this process."""
+    with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled in a caller's process")):
+        yield
+
+
+def is_right(stages: CompiledStages) -> bool:
+    return torch.equal(stages(order_maxima, LOGITS, **STATIC).keys, order_maxima(LOGITS, **STATIC).keys)
+
+
+def settled(stages: CompiledStages, seconds: float = 300.0) -> bool:
+    """Whether nothing is queued before long."""
+    end = time.monotonic() + seconds
+    while stages.status().queued_stages and time.monotonic() < end:
+        time.sleep(0.02)
+    return not stages.status().queued_stages
+
+
+def put_on_disk() -> None:
+    stages = CompiledStages()
+    with stages.compiling_at_calls():
+        stages(order_maxima, LOGITS, **STATIC)
+
+
+def test_a_stage_runs_eager_until_a_process_has_compiled_it_and_the_log_says_so(empty_disk, caplog):
+    caplog.set_level(logging.INFO, "compiled_sampler")
+    stages = CompiledStages()
+    with compiled_nowhere():
+        assert is_right(stages)
+        assert stages.status().queued_stages == {"order_maxima": 1}
+        assert is_right(stages)
+        assert settled(stages)
+        assert is_right(stages)
+    with nothing_compiles():
+        assert is_right(stages)
+        assert torch.equal(stages(order_maxima, LOGITS[:2], **STATIC).keys, order_maxima(LOGITS[:2], **STATIC).keys)
+    assert stages.status().eager_stages == {}
+    said = [record.message for record in caplog.records if record.name == "compiled_sampler"]
+    assert [each.split(" ")[0] for each in said] == ["kernels", "all"]
+
+
+def test_what_is_on_disk_starts_no_process(empty_disk):
+    put_on_disk()
+    stages = CompiledStages()
+    with mock.patch.object(compile_processes, "_started", side_effect=AssertionError("started")), compiled_nowhere():
+        assert is_right(stages)
+        assert settled(stages)
+        assert is_right(stages)
+    assert stages.status().eager_stages == {}
+
+
+def test_a_call_imports_no_compiler():
+    code = """
+import sys, torch
+from compiled_sampler import Sampler, SamplingParams
+sampler = Sampler(100, 2)
+plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, top_p=0.9))])
+sampler.sample(plan, torch.randn(1, 100), torch.tensor([0]))
+print([name for name in [*sys.modules] if name.startswith(("torch._dynamo", "torch._inductor", "sympy"))])
+"""
+    environment = {**os.environ, VARIABLE: "0"}  # no thread imports any, either
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+FAILURES: dict[str, tuple[Any, str, Any, str]] = {
+    "it ends": (compile_processes, "_WORKER", "compileall", "the process that compiles it ended"),
+    "it cannot be started": (compile_processes.sys, "executable", "/nowhere/python", "no process can be started"),
+    "its stage cannot be sent": (compile_processes.pickle, "dumps", mock.Mock(side_effect=pickle.PicklingError), "ask"),
+    "it fails": (CompileProcess, "compile", lambda *_: "it fails with OSError: no space left", "no space left"),
+    "it keeps nothing": (CompileProcess, "compile", lambda *_: "", "it cannot be read in"),
+    "we fail": (compile_queue, "import_compilers", mock.Mock(side_effect=ImportError("planted")), "ImportError: plant"),
+}
+
+
+@pytest.mark.parametrize("why", FAILURES)
+def test_a_stage_that_no_process_compiles_stays_eager_for_a_reason_and_a_warmup_compiles_it(why, empty_disk):
+    owner, name, planted, reason = FAILURES[why]
+    stages = CompiledStages()
+    with mock.patch.object(owner, name, planted):
+        assert is_right(stages)
+        assert settled(stages)
+    assert reason in stages.status().eager_stages["order_maxima"]
+    with pytest.warns(StageWarning, match=r"order_maxima runs in eager torch.*C\+\+ compiler.*TORCHINDUCTOR_CACHE_DIR"):
+        assert is_right(stages)
+    assert is_right(stages)  # warns once
+    with mock.patch.object(StageCode, "compiled", lambda code, _: made_of(code)), stages.compiling_at_calls():
+        assert is_right(stages)
+    assert stages.status().eager_stages == {}
+
+
+def made_of(code: StageCode) -> Any:
+    """A stage that stands for its compiled code."""
+    made: Any = mock.Mock(side_effect=lambda *tensors: code.stage(*tensors, **code.static))
+    made.guard_check.return_value = True
+    return made
+
+
+def test_a_process_that_hangs_is_stopped(empty_disk, monkeypatch):
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    monkeypatch.setattr(compile_processes, "_started", lambda: started)
+    monkeypatch.setattr(compile_processes, "_PATIENCE", 0.2)
+    stages = CompiledStages()
+    assert is_right(stages)
+    assert settled(stages, 60.0)
+    assert started.wait(60) is not None
+    assert "ended" in stages.status().eager_stages["order_maxima"]
+
+
+def test_what_cannot_be_kept_stays_eager_without_a_warning():
+    def local(x: Tensor) -> Tensor:
+        return x + 1
+
+    stages = CompiledStages()
+    for _ in range(2):
+        assert torch.equal(stages(local, LOGITS), LOGITS + 1)
+        assert settled(stages)
+    assert stages.status().eager_stages == {"local": NOT_KEPT}
+
+
+def test_without_processes_stages_stay_eager(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "0")
+    stages = CompiledStages()
+    with mock.patch.object(QUEUE, "_serve", side_effect=AssertionError("a thread")):
+        assert is_right(stages)
+    assert stages.status().eager_stages == {"order_maxima": NO_PROCESS}
+
+
+def test_an_outer_capture_of_what_is_not_compiled_is_refused(monkeypatch):
+    monkeypatch.setattr(StageCode, "check_not_capturing", mock.Mock(side_effect=RuntimeError("not compiled")))
+    stages = CompiledStages()
+    with pytest.raises(RuntimeError, match="not compiled"):
+        is_right(stages)
+    assert stages.status().queued_stages == {}
+
+
+def test_a_warmup_that_does_not_wait_asks_alone_and_one_that_does_is_asked_for_first():
+    order, labels = list[str](), list[str]()
+    sampler = Sampler(V, 2, backend="compiled")
+    release = mock.Mock(side_effect=lambda wanted, _: order.append(wanted.name) or (None, "planted"))
+    with mock.patch.object(QUEUE, "_found_or_compiled", release), mock.patch.object(QUEUE, "_start_threads"):
+        plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, min_p=0.1))])
+        sampler.sample(plan, torch.randn(1, V), torch.tensor([0]))
+        assert "race_bounds" not in order
+        sampler.warmup(lambda *report: labels.append(report[2]), modes=["greedy"], wait=False)
+        assert labels == []
+    waiting = [each.name for each in QUEUE._waiting]
+    first = {"order_maxima", "first_from_blocks"}
+    assert {*waiting[: len(waiting) - len([each for each in waiting if each not in first])]} <= first
+    QUEUE._waiting.clear()
+
+
+def test_a_child_that_is_forked_reads_what_is_there_from_a_disk_that_it_must_not_write(monkeypatch, kept_threads):
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", folder)
+        put_on_disk()
+        folders = [Path(folder), *(each for each in Path(folder).rglob("*") if each.is_dir())]
+        for each in folders:
+            each.chmod(0o555)
+        try:
+            assert in_child(reads_what_is_there) == 0
+        finally:
+            for each in folders:
+                each.chmod(0o755)
+
+
+def reads_what_is_there() -> bool:
+    ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())  # root may write anywhere
+    assert not os.access(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.W_OK)
+    torch._inductor.codecache.CppPythonBindingsCodeCache.cache.clear()
+    stages = CompiledStages()
+    with mock.patch.object(CompileProcess, "compile", return_value="a process was started"):
+        return is_right(stages) and settled(stages) and is_right(stages) and not stages.status().eager_stages
+
+
+def test_in_a_child_with_several_threads_compiled_stages_run_eager(kept_threads):
+    torch.set_num_threads(2)
+    stages = CompiledStages()
+    put_on_disk()
+    assert is_right(stages)
+    assert settled(stages)
+    assert is_right(stages)
+    assert in_child(lambda: is_right(stages) and stages.status().eager_stages == {"order_maxima": HANGS}) == 0
+
+
+def test_a_fork_while_a_stage_is_compiled_neither_hangs_nor_loses_it(empty_disk):
+    stages = CompiledStages()
+    with mock.patch.object(CompileProcess, "compile", side_effect=lambda *_: time.sleep(2.0) or "planted"):
+        assert is_right(stages)
+        while QUEUE._waiting:
+            time.sleep(0.01)
+        assert in_child(lambda: is_right(stages) and settled(stages, 60.0)) == 0
+        assert settled(stages, 60.0)
+
+
+def in_child(work: Callable[[], bool], seconds: float = 120.0) -> int:
+    """The exit status of a forked child, 0 where the work is done."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # there are threads
+        child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if work() else 1)
+        finally:
+            os._exit(2)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    return -1
+
+
+def test_without_a_compiler_stages_stay_eager(empty_disk, monkeypatch):
+    monkeypatch.setenv("PATH", str(empty_disk))
+    monkeypatch.delenv("CXX", raising=False)
+    stages = CompiledStages()
+    assert is_right(stages)
+    assert settled(stages)
+    assert "C++" in stages.status().eager_stages["order_maxima"]
+
+
+def test_the_number_of_processes_follows_cores_memory_and_the_variable(monkeypatch):
+    monkeypatch.delenv(VARIABLE)
+    for count, wanted in ((2, 1), (8, 6), (16, 12), (64, 12)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=count: {*range(count)})
+        assert number_of_processes(CPU) == wanted
+    for beside, wanted in (("4", 12), ("8", 6), ("16", 1), ("0", 12), ("", 12), ("many", 12)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", beside)
+        assert number_of_processes(CPU) == wanted
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    for free, wanted in ((5, 2), (1, 0)):
+        with mock.patch.object(torch.cuda, "mem_get_info", return_value=(free * 2**30, 80 * 2**30)):
+            assert number_of_processes(torch.device("cuda")) == wanted
+    with mock.patch.object(compile_queue.multiprocessing, "parent_process", return_value=object()):
+        assert number_of_processes(CPU) == 1
+    monkeypatch.setenv(VARIABLE, "3")
+    assert number_of_processes(CPU) == 3
+    monkeypatch.setenv(VARIABLE, "-1")
+    with pytest.raises(ValueError, match="must be a number of processes, got '-1'; 0 starts none"):
+        number_of_processes(CPU)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3, 5),
+        torch.zeros(7, 9)[1:4, 2:5],
+        torch.zeros(0, 4),
+        torch.zeros(40, dtype=torch.int32)[5:],
+        torch.zeros(()),
+    ],
+)
+def test_a_spec_is_everything_but_the_numbers(tensor):
+    made = TensorSpec.of(tensor).made()
+    assert (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert made.storage_offset() % 16 == tensor.storage_offset() % 16
+    assert made.untyped_storage().nbytes() == 0
+
+
+def test_a_call_keeps_the_form_of_its_arguments():
+    call = StageCall.of(order_maxima, (LOGITS, None, (LOGITS[:1],)), STATIC)
+    first, nothing, (second,) = call.made()
+    assert (first.shape, nothing, second.shape) == ((3, 129), None, (1, 129))
+
+
+def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memory():
+    table = DraftTable(torch.zeros(5, 2, 7))
+    call = StageCall.of(order_maxima, (table, LOGITS), STATIC)
+    assert call.made()[0].logits is table.logits
+    sent = pickle.loads(pickle.dumps(call.portable())).made()[0]
+    assert isinstance(sent, DraftTable)
+    assert (sent.logits.shape, sent.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)
+
+
+@pytest.mark.parametrize("error", [OSError("no locks here"), NotImplementedError("flock"), PermissionError("not ours")])
+def test_where_no_file_can_be_locked_every_process_compiles(error, tmp_path):
+    with mock.patch.object(FileLock, "acquire", side_effect=error), claimed(tmp_path / "compiled_sampler" / "ab" / "c"):
+        pass
+
+
+def test_of_two_processes_that_compile_a_stage_one_waits_but_not_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_cache, "_PATIENCE", 0.2)
+    place, start = tmp_path / "compiled_sampler" / "ab" / "abcd", time.perf_counter()
+    with claimed(place), claimed(place.with_name("abce")):
+        assert time.perf_counter() - start < 0.2
+        with claimed(place):
+            assert time.perf_counter() - start >= 0.2
