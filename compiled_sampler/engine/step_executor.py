@@ -23,6 +23,7 @@ from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.stages.stage_call import table_layouts
 from compiled_sampler.modes import CACHE, Mode
 from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
@@ -66,8 +67,8 @@ class StepExecutor:
     @property
     def table_sizes(self) -> tuple[Any, ...]:
         """What stages are compiled for of the tables; its ``repr`` is the same in every process."""
-        drafts = None if self._drafts is None else self._drafts.table.logits.shape
-        return self._requests.table.seeds.shape, self._edits.sizes, drafts
+        drafts = None if self._drafts is None else self._drafts.table
+        return self._edits.sizes, *table_layouts(drafts)
 
     def table_of(self, step: Step) -> SlotTable:
         """The parameters by slot, with what the step does not serve; to be asked for before a capture of the step."""
