@@ -16,7 +16,7 @@ from compiled_sampler.lowering.stages.tuning import Stage
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 
-TABLES = (SlotTable, DraftTable, *EDIT_TABLES)
+TABLES: tuple[type[Any], ...] = (SlotTable, DraftTable, *EDIT_TABLES)
 """What has one size for every batch, so that its rows are no batch's rows. ``RowEntries`` have a batch's."""
 
 
@@ -47,8 +47,7 @@ def is_far(tensor: Tensor) -> bool:
 def table_layouts(value: Any) -> Iterator[Any]:
     """What a compiled stage is made for of each tensor in the tables inside nested tuples: not how many slots."""
     if isinstance(value, TABLES):
-        columns: tuple[Tensor, ...] = value
-        yield from ((layout(column), is_far(column)) for column in columns)
+        yield from ((layout(column), is_far(column)) for column in value)
     elif isinstance(value, tuple):
         for item in value:
             yield from table_layouts(item)
