@@ -23,6 +23,17 @@ def chunks_of(rows: int) -> Iterator[None]:
 
 
 @contextmanager
+def eager_scratch_of(nbytes: int) -> Iterator[None]:
+    """Within, a chunk in eager torch has so many bytes of scratch."""
+    schedule._resolved.cache_clear()
+    try:
+        with mock.patch.object(schedule, "EAGER_CHUNK_BYTES", nbytes):
+            yield
+    finally:
+        schedule._resolved.cache_clear()
+
+
+@contextmanager
 def request_chunks_of(rows: int, vocab_size: int) -> Iterator[list[int]]:
     """Within, edited copies have at most so many rows; the requests of each chunk of a verification."""
     sizes = list[int]()

@@ -25,6 +25,9 @@ _CAPTURES = 3
 _BUDGET_US, _FEWEST_REPEATS, _MOST_REPEATS = 1e5, 3, 7
 _MOST_BY_CLOCK = 51  # a machine with other users varies more than a GPU
 
+_QUEUED, _QUEUES = 32, 7
+_SPIN_CYCLES, _MOST_CYCLES = 20_000_000, 2_000_000_000  # about 10 ms and 1 s
+
 Result = TypeVar("Result")
 Call = TypeVar("Call")
 DISTRIBUTIONS = ("peaked", "normal", "flat", "ties")
@@ -128,6 +131,36 @@ def graph_time_us(step: Callable[[], Result]) -> tuple[float, Result]:
         medians.append(statistics.median(times))
         held.append(result)  # so that the next graph's tensors lie elsewhere
     return statistics.median(medians), held[-1]
+
+
+def queued_time_us(step: Callable[[], object]) -> float:
+    """Median microseconds that the GPU takes for a step, of steps that queue, so that the host's time is left out.
+
+    A kernel that spins holds the stream until all steps are issued; one that ends before is not counted, and a longer
+    one takes its place.
+
+    Raises:
+        RuntimeError: the host takes longer than the longest spin, as where a step waits for the device.
+    """
+    step()
+    times, cycles = list[float](), _SPIN_CYCLES
+    while len(times) < _QUEUES:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        start.record()
+        for _ in range(_QUEUED):
+            step()
+        end.record()
+        is_held = not start.query()
+        end.synchronize()
+        if is_held:
+            times.append(float(start.elapsed_time(end)) * 1e3 / _QUEUED)
+        elif cycles < _MOST_CYCLES:
+            cycles *= 2
+        else:
+            raise RuntimeError("a step must not wait for the device, as those that queue do")
+    return statistics.median(times)
 
 
 def use_streams(count: int, device: torch.device) -> None:

@@ -33,6 +33,7 @@ from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History
 
 MOST_REPEATED = 50
 """Tokens of a repetition that DRY tells apart; longer ones are penalized like these."""
+_POSITION_BYTES = 270  # of a row, at most, in eager torch: an int32 and a bool for each length of a repetition
 
 
 class Dry(NamedTuple):
@@ -49,7 +50,8 @@ class Dry(NamedTuple):
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
         """Penalties of repetitions; a token that stands at several positions gets its largest one."""
-        writer.put(without_repetitions, slots, positions, self, history, smallest=True)
+        read = slots, positions, self, history
+        writer.put(without_repetitions, *read, smallest=True, position_bytes=_POSITION_BYTES)
 
 
 def without_repetitions(

@@ -33,7 +33,7 @@ class History(NamedTuple):
 
 
 class HistoryRows(NamedTuple):
-    """All numbers of ``History.entries`` in one row, int32 ``[1, n]``: four times the same memory.
+    """All numbers of ``History.entries`` one behind the other, int32 ``[n]``: four times the same memory.
 
     A record writes four numbers of a token. What is written into one argument is written one behind the other, each in
     a kernel of its own; what is written into four is written at once.

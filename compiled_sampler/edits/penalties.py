@@ -18,6 +18,8 @@ from compiled_sampler.edits.checks import check_scope, in_range
 from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, normal
 from compiled_sampler.edits.history import ORDINAL, SUCCESSOR, TOKEN, History
 
+_POSITION_BYTES = 51  # of a row, at most, in eager torch: tokens and what is added, gathered and as indices
+
 
 class Penalties(NamedTuple):
     """Penalties of tokens that the history holds."""
@@ -35,7 +37,7 @@ class Penalties(NamedTuple):
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
         """Penalties."""
-        writer.add(write_penalties, slots, positions, self, history)
+        writer.add(write_penalties, slots, positions, self, history, position_bytes=_POSITION_BYTES)
 
 
 def write_penalties(

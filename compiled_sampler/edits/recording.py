@@ -151,7 +151,7 @@ def _latest(slot: Tensor, positions: Tensor, token_ids: Tensor, history: History
 def write_record(rows: HistoryRows, record: Record) -> None:
     """Write a record into the history, which the rows are."""
     for row, numbers in zip(rows, record, strict=True):
-        row.index_put_((torch.zeros_like(numbers.places), numbers.places), numbers.values)
+        row.index_put_((numbers.places,), numbers.values)
 
 
 def _with_exceeded(status: Tensor, slots: Tensor, positions: Tensor, history: History) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import CACHE, Mode
+from compiled_sampler.pipeline.chunks import in_history_chunks
 from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.logprobs import logprobs_of
@@ -42,6 +44,8 @@ _INTEGERS = (
     "num_drafts",
     "draft_token_ids",
 )  # of a step, which may be int32 or int64
+
+_SEARCHED_BYTES = 5  # measured in eager torch: for each position that a token is looked for at, and the numbers there
 
 
 class StepExecutor:
@@ -114,23 +118,34 @@ class StepExecutor:
 
     def _recorded(self, inputs: SampleInputs, drawn: SampleOutputs) -> SampleOutputs:
         """The draws of a step, written into the history, and which of them end their requests."""
-        memory, is_fused = self._edits.history.memory, fuses(self._run) and is_gpu(drawn.token_ids.device)
-        places = memory[0].entries.shape[2] if is_fused else 0  # elsewhere each place would be written to memory
+        is_fused = fuses(self._run) and is_gpu(drawn.token_ids.device)
+        # elsewhere each place would be written to memory
+        places = self._edits.history.table.entries.shape[2] if is_fused else 0
         rows = inputs.slots, inputs.positions, drawn.token_ids, drawn.status
-        ends = self._run(record_draws, *memory, *rows, self._edits.stops, num_places=places)
+        ends = self._record(record_draws, 1, *rows, self._edits.stops, num_places=places)
         return drawn._replace(status=ends.status, finished=ends.finished)
 
     def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
         """The results of a verification, whose drafts are in the history before, and its last tokens afterwards."""
-        memory, requests = (self._edits.history.memory if step.records else ()), (inputs.slots, inputs.positions)
-        if step.records and inputs.draft_token_ids.shape[1]:
+        requests, width = (inputs.slots, inputs.positions), inputs.draft_token_ids.shape[1]
+        if step.records and width:
             drafts = *requests, inputs.draft_token_ids, inputs.num_drafts, inputs.table
-            self._run(record_drafts, *memory, *drafts, vocab_size=step.mode.vocab_size)
+            self._record(record_drafts, width, *drafts, vocab_size=step.mode.vocab_size)
         verified: VerifyOutputs = self._computed(step, inputs)
         if not step.records:
             return verified
         ends = *requests, verified.token_ids, inputs.num_drafts, verified.status
-        return verified._replace(status=self._run(record_ends, *memory, *ends))
+        return verified._replace(status=self._record(record_ends, width + 1, *ends))
+
+    def _record(self, stage: Callable[..., Any], num_tokens: int, *rows: Any, **static: Any) -> Any:
+        """Write up to so many tokens a row into the history, and return what the stage tells of the rows."""
+        memory = self._edits.history.memory
+
+        def record_chunk(*rows: Any) -> Any:
+            return self._run(stage, *memory, *rows, **static)
+
+        position_bytes = _SEARCHED_BYTES * (num_tokens + 1)
+        return in_history_chunks(self._run, position_bytes, memory[0].entries.shape[2], record_chunk, *rows)
 
 
 def in_int64(inputs: Inputs) -> Inputs:

@@ -13,14 +13,13 @@ from torch import Tensor
 
 from compiled_sampler.batch import RowEntries, SlotTable
 from compiled_sampler.core.stage import Run, fuses
-from compiled_sampler.edits.allowed_token_ids import AllowedIds
-from compiled_sampler.edits.tables import EditTables
+from compiled_sampler.edits.tables import TABLES, EditTables
 from compiled_sampler.logit_edit import CustomEdits
-from compiled_sampler.pipeline.schedule import Schedule, chunk_ends
+from compiled_sampler.pipeline.schedule import Schedule, chunk_ends, history_rows
 
 Result = TypeVar("Result")
 
-_BY_SLOT = (SlotTable, RowEntries, AllowedIds, EditTables, CustomEdits, bool, str)  # what has no rows
+_BY_SLOT = (SlotTable, RowEntries, EditTables, *TABLES, CustomEdits, bool, str)  # what has no rows
 
 
 def in_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:
@@ -32,6 +31,11 @@ def in_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: 
 def in_eager_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:
     """``in_chunks`` for a single stage, which has scratch in eager torch alone; arguments as there."""
     return step(*rows) if fuses(run) else _in_chunks(schedule.eager_chunk_rows, step, *rows)
+
+
+def in_history_chunks(run: Run, position_bytes: int, length: int, step: Callable[..., Result], *rows: Any) -> Result:
+    """``in_eager_chunks`` for a stage that holds so many bytes for each of the ``length`` positions of a row."""
+    return step(*rows) if fuses(run) else _in_chunks(history_rows(position_bytes * length), step, *rows)
 
 
 def in_chunks_to(ends: Sequence[int], step: Callable[..., Result], *rows: Any) -> Result:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.maxima import BlockMaxima, customized_with_maxima, masked_with_maxima
-from compiled_sampler.pipeline.chunks import in_chunks
+from compiled_sampler.pipeline.chunks import in_chunks, in_history_chunks
 from compiled_sampler.pipeline.row_filters import filtered_logits
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 
@@ -236,7 +237,7 @@ def has_lists(tables: EditTables) -> bool:
 
 def write_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run, undo: ExitStack | None = None) -> None:
     """Write the lists into float32 logits ``[R, V]``; ``undo`` takes a call for each that gives the bits back."""
-    writer = _Writer(x, run, undo)
+    writer = _Writer(x, run, undo, 0 if tables.history is None else tables.history.entries.shape[2])
     for table in tables.lists:
         table.write(writer, row_slots.slots, row_slots.positions, tables.history)
 
@@ -244,22 +245,28 @@ def write_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run, un
 class _Writer:
     """Writes one list after the other into logits, float32 ``[R, V]``; arguments as in ``write_lists``."""
 
-    def __init__(self, x: Tensor, run: Run, undo: ExitStack | None) -> None:
+    def __init__(self, x: Tensor, run: Run, undo: ExitStack | None, history_len: int) -> None:
         self._x, self._bits, self._run, self._undo = x, x.view(torch.int32), run, undo
+        self._history_len = history_len
 
-    def add(self, stage: Callable[..., Any], *read: Any) -> None:
+    def add(self, stage: Callable[..., Any], *read: Any, position_bytes: int = 0) -> None:
         """Run a stage that adds to the bits of logits."""
         static = {"vocab_size": self._x.shape[1], "tells": self._undo is not None}
-        added = self._run(stage, self._x, self._bits, *read, **static)
+        in_chunks = partial(in_history_chunks, self._run, position_bytes, self._history_len)
+        added = in_chunks(partial(self._run, stage, **static), self._x, self._bits, *read)
         if self._undo is not None:
-            self._undo.callback(self._run, take_back, self._bits, added)
+            self._undo.callback(in_chunks, partial(self._run, take_back), self._bits, added)
 
-    def put(self, stage: Callable[..., Any], *read: Any, smallest: bool = False) -> None:
+    def put(self, stage: Callable[..., Any], *read: Any, smallest: bool = False, position_bytes: int = 0) -> None:
         """Write values of tokens ``[R, n]``, of a token that comes again the smallest one or the same each time."""
-        token_ids, values = self._run(stage, self._x, *read)
-        if self._undo is not None:
-            self._undo.callback(self._x.scatter_, 1, token_ids, self._x.gather(1, token_ids))
-        if smallest:
-            self._x.scatter_reduce_(1, token_ids, values, "amin")
-        else:
-            self._x.scatter_(1, token_ids, values)
+
+        def put_chunk(x: Tensor, *read: Any) -> None:
+            token_ids, values = self._run(stage, x, *read)
+            if self._undo is not None:
+                self._undo.callback(x.scatter_, 1, token_ids, x.gather(1, token_ids))
+            if smallest:
+                x.scatter_reduce_(1, token_ids, values, "amin")
+            else:
+                x.scatter_(1, token_ids, values)
+
+        in_history_chunks(self._run, position_bytes, self._history_len, put_chunk, self._x, *read)

@@ -71,6 +71,11 @@ def chunk_rows(mode: Mode, *, triton: bool, fused: bool, edited: bool = False) -
     return max(min(budget // row, _MOST_TOKENS // mode.vocab_size, copies), 1)
 
 
+def history_rows(row_bytes: int) -> int:
+    """Most rows of a chunk of a stage that holds so many bytes of scratch a row in eager torch, one at least."""
+    return max(EAGER_CHUNK_BYTES // max(row_bytes, 1), 1)
+
+
 def chunk_ends(num_rows: int, most: int, unit: int = ALIGNED_ROWS) -> list[int]:
     """Where chunks of at most ``most`` rows end: of about as many rows each, so that one kernel serves them all."""
     # A chunk begins at a multiple of unit, if it has room for so many.

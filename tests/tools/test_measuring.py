@@ -1,10 +1,20 @@
 """Generated logits have the shape that their name says, and timed inputs exceed the cache."""
 
+import time
+
 import pytest
 import torch
 
 from tools.bench.cases import TARGET_VOCAB_SIZE
-from tools.measuring import DISTRIBUTIONS, ROTATED_BYTES, logits_like, num_inputs, num_rounds, repeats_for
+from tools.measuring import (
+    DISTRIBUTIONS,
+    ROTATED_BYTES,
+    logits_like,
+    num_inputs,
+    num_rounds,
+    queued_time_us,
+    repeats_for,
+)
 
 CPU = torch.device("cpu")
 
@@ -54,3 +64,18 @@ def test_inputs_exceed_the_cache_and_calls_exceed_the_launch() -> None:
         assert count * num_rounds(count, cuda) >= 16
     assert num_inputs(1, cuda) == 1024
     assert (repeats_for(1.0), repeats_for(1.0, 51), repeats_for(1e9, 51)) == (7, 51, 3)
+
+
+@pytest.mark.gpu
+def test_a_queued_step_takes_what_the_gpu_takes_for_it_whatever_the_host_does_besides() -> None:
+    graph, numbers = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
+    with torch.cuda.graph(graph):
+        numbers.add_(1.0)
+
+    def slow() -> None:
+        time.sleep(0.002)
+        graph.replay()
+
+    found, alone = queued_time_us(slow), queued_time_us(graph.replay)
+    assert found == pytest.approx(alone, rel=0.5)
+    assert 0.0 < found < 100.0

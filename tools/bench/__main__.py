@@ -1,7 +1,7 @@
 """How long does a call take on this machine, how far is it from its floor, and what would others take?
 
     python -m tools.bench [--cases ...] [--rows 1 8 32 128 512] [--vocab 151936] [--dtype float32]
-                          [--distribution peaked] [--verify] [--baselines] [--peers] [--device cuda]
+                          [--distribution peaked] [--verify] [--baselines] [--replays] [--peers] [--device cuda]
                           [--streams N] [--json FILE [--append]]
     python -m tools.bench --memory [--rows 128 512 4096] [--vocab 151936] [--verify] [--backend eager] [--json FILE]
     python -m tools.bench --edits|--logprobs [--rows 128] [--cases ...] [--dtype float32] [--json FILE]
@@ -12,6 +12,8 @@ With CUDA a cell is the median time of one call inside a replayed graph of many 
 together exceed the L2 cache several times. What the timed calls returned is compared with eager torch, every row, and
 the first also with eager torch on the CPU: a wrong answer ends the run. The floor is what the passes over the row take,
 by their bytes or their instructions, and one graph node for each dependent kernel besides.
+``--replays`` adds what the default backend's own replay of a sampled step takes on the GPU, with bound tensors: the
+kernels' time, and what such a replay on the same logits takes beyond the same kernels in a graph of many calls.
 On the CPU the clock is used, and the compiled library is set against eager torch.
 ``--host`` measures what a step costs the host instead, and what it asks of the driver (tools/bench/host.py);
 on the CPU how much of that is Python (tools/bench/python_alone.py).
@@ -49,6 +51,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--distribution", nargs="+", choices=DISTRIBUTIONS, help="default: what suits each case")
     parser.add_argument("--baselines", action="store_true", help="time what else a user would call")
+    parser.add_argument("--replays", action="store_true", help="time the sampler's own replays on the GPU, too")
     parser.add_argument("--peers", action="store_true", help="show what engines' samplers took on an H200, too")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's own number")
@@ -74,6 +77,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--{whole[0]} must come with one --dtype")
     if options.streams and (options.device == "cpu" or not 0 < options.streams <= MOST_STREAMS):
         parser.error(f"--streams must be in [0, {MOST_STREAMS}], and come with --device cuda, got {options.streams}")
+    if options.replays and options.device == "cpu":
+        parser.error("--replays must come with --device cuda, as a CPU replays nothing")
     if options.append and not options.json:
         parser.error("--append must come with --json FILE")
     if options.append and whole:

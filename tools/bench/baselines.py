@@ -9,7 +9,7 @@ import functools
 import importlib
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from tools.bench.batches import Batch
 from tools.bench.cases import Case
 
 NOT_INSTALLED = "not installed"
+BY_ROW, OF_ALL = "FlashInfer, parameters by row", "FlashInfer, one number for all"
+"""FlashInfer as engines call it, with tensors of every row's k, p and temperature; and with numbers."""
 Baseline = Callable[[Batch], Tensor]
 
 
@@ -40,7 +42,8 @@ def baselines_of(case: Case) -> dict[str, Baseline | str]:
             torch_only["torch.topk + race"] = topk_race
         torch_only["torch, sort-based filters"] = sorted_race
     rows: dict[str, Baseline | str] = {name: _of_logits(each, params) for name, each in torch_only.items()}
-    rows["FlashInfer"] = _bound(flashinfer, flashinfer_sampled, params)
+    rows[BY_ROW] = _bound(flashinfer, functools.partial(flashinfer_sampled, by_row=True), params)
+    rows[OF_ALL] = _bound(flashinfer, flashinfer_sampled, params)
     if not params.min_p:
         rows["vLLM"] = _bound(vllm, vllm_sampled, params)
     return rows
@@ -124,20 +127,40 @@ def verified(params: SamplingParams, batch: Batch) -> Tensor:
     return torch.where(places == accepted[:, None], token[:, None], tokens)
 
 
-def flashinfer_sampled(sampling: Any, params: SamplingParams, batch: Batch) -> Tensor:
-    """FlashInfer's softmax and the sampling kernel for the parameters."""
-    probs = sampling.softmax(batch.logits.float(), temperature=params.temperature)
+class Filters(NamedTuple):
+    """Parameters as an engine passes them: numbers, or ``[R]`` of all rows."""
+
+    temperature: float | Tensor
+    top_k: int | Tensor
+    top_p: float | Tensor
+    min_p: float | Tensor
+
+
+@functools.lru_cache(maxsize=64)
+def filters_by_row(params: SamplingParams, rows: int, device: torch.device) -> Filters:
+    """Tensors of the parameters, int32 and float32 ``[R]``, made once, as an engine has them before a step."""
+    k = torch.full((rows,), params.top_k, dtype=torch.int32, device=device)
+    floats = [torch.full((rows,), value, device=device) for value in (params.temperature, params.top_p, params.min_p)]
+    return Filters(floats[0], k, *floats[1:])
+
+
+def flashinfer_sampled(sampling: Any, params: SamplingParams, batch: Batch, *, by_row: bool = False) -> Tensor:
+    """FlashInfer's softmax and the sampling kernel for the parameters, given as numbers or ``by_row``."""
+    given = Filters(params.temperature, params.top_k, params.top_p, params.min_p)
+    if by_row:
+        given = filters_by_row(params, batch.logits.shape[0], batch.logits.device)
+    probs = sampling.softmax(batch.logits.float(), temperature=given.temperature)
     tokens: Tensor
     if params.min_p and params.top_k:
-        probs = sampling.top_p_renorm_probs(sampling.top_k_renorm_probs(probs, params.top_k), params.top_p)
+        probs = sampling.top_p_renorm_probs(sampling.top_k_renorm_probs(probs, given.top_k), given.top_p)
     if params.min_p:
-        tokens = sampling.min_p_sampling_from_probs(probs, params.min_p)
+        tokens = sampling.min_p_sampling_from_probs(probs, given.min_p)
     elif params.top_k and params.top_p < 1.0:
-        tokens = sampling.top_k_top_p_sampling_from_probs(probs, params.top_k, params.top_p)
+        tokens = sampling.top_k_top_p_sampling_from_probs(probs, given.top_k, given.top_p)
     elif params.top_k:
-        tokens = sampling.top_k_sampling_from_probs(probs, params.top_k)
+        tokens = sampling.top_k_sampling_from_probs(probs, given.top_k)
     elif params.top_p < 1.0:
-        tokens = sampling.top_p_sampling_from_probs(probs, params.top_p)
+        tokens = sampling.top_p_sampling_from_probs(probs, given.top_p)
     else:
         tokens = sampling.sampling_from_probs(probs)
     return tokens
@@ -160,9 +183,8 @@ def flashinfer_verified(sampling: Any, params: SamplingParams, batch: Batch) -> 
 def vllm_sampled(ops: Any, params: SamplingParams, batch: Batch) -> Tensor:
     """VLLM's filters, which write into the scaled logits, softmax and random_sample."""
     logits = batch.logits.float() / params.temperature
-    rows = logits.shape[0]
-    k = torch.full((rows,), params.top_k, dtype=torch.int32, device=logits.device) if params.top_k else None
-    p = torch.full((rows,), params.top_p, device=logits.device) if params.top_p < 1.0 else None
+    given = filters_by_row(params, logits.shape[0], logits.device)
+    k, p = (given.top_k if params.top_k else None), (given.top_p if params.top_p < 1.0 else None)
     tokens: Tensor = ops.random_sample(torch.softmax(ops.apply_top_k_top_p(logits, k, p), -1), {})
     return tokens
 

@@ -38,6 +38,8 @@ class Cell:
     target_us: float | None = None
     eager_us: float | None = None
     """Of the pipeline in eager torch; measured on the CPU alone."""
+    replay_us: float | None = None
+    """Of the sampler's own replay on the GPU: ``us``, and what its launch and what its graph fetches take besides."""
     baselines: dict[str, float | str] = field(default_factory=dict)
     """Times by name, or why there is none."""
 
@@ -164,7 +166,8 @@ def line_of(cell: Cell) -> str:
     target = "" if cell.target_us is None else f", target {cell.target_us:.1f} {_verdict(cell)}"
     eager = "" if cell.eager_us is None else f", eager {cell.eager_us:.1f} us ({cell.eager_us / cell.us:.1f} x slower)"
     time = f"{cell.us:.1f} us ({cell.ratio:.1f} x the floor of {cell.floor_us:.1f}, {cell.floor_kind})"
-    return f"{name}, {cell.distribution}: {time}{target}{eager}"
+    replay = "" if cell.replay_us is None else f", replayed by the sampler {cell.replay_us:.1f}"
+    return f"{name}, {cell.distribution}: {time}{replay}{target}{eager}"
 
 
 def _table(cells: Sequence[Cell]) -> Table:
@@ -172,14 +175,19 @@ def _table(cells: Sequence[Cell]) -> Table:
     on_cpu = any(cell.eager_us is not None for cell in cells)
     count = f"requests, K={first.num_drafts}" if first.num_drafts else "rows"
     last = ("eager us", f"speed-up (target {CPU_SPEED_UP} x)") if on_cpu else ("target us", "")
+    replayed = any(cell.replay_us is not None for cell in cells)
     title = f"us a call, V={first.vocab:,}, {first.dtype}, {first.distribution} logits"
     table = Table("case", count, "us", "floor us", "what binds", "x floor", *last, title=title)
+    if replayed:
+        table.add_column("replayed us", justify="right")
     for i in (1, 2, 3, 5, 6):
         table.columns[i].justify = "right"
     for i, cell in enumerate(cells):
         ends = i + 1 == len(cells) or cells[i + 1].case != cell.case
         times = (f"{cell.us:.1f}", f"{cell.floor_us:.1f}", cell.floor_kind, f"{cell.ratio:.1f}")
-        table.add_row(cell.case, str(cell.rows), *times, *_last(cell, on_cpu), end_section=ends and not cell.baselines)
+        replay = () if not replayed else ("" if cell.replay_us is None else f"{cell.replay_us:.1f}",)
+        row = cell.case, str(cell.rows), *times, *_last(cell, on_cpu), *replay
+        table.add_row(*row, end_section=ends and not cell.baselines)
         for place, (name, us) in enumerate(cell.baselines.items(), start=1):
             entries = _others(us, cell.floor_us)
             table.add_row(f"  {name}", str(cell.rows), *entries, style="dim", end_section=place == len(cell.baselines))

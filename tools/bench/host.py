@@ -28,7 +28,7 @@ from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_sampler import Sampler
-from tools.bench.baselines import baselines_of
+from tools.bench.baselines import BY_ROW, OF_ALL, baselines_of
 from tools.bench.batches import Batch
 from tools.bench.cases import CASES
 from tools.bench.host_steps import MODES, WAY, WAY_MODES, Step, bound_to, num_slots, sampled_steps, verifying_steps
@@ -239,7 +239,7 @@ def peers(logits: torch.Tensor) -> Iterator[tuple[tuple[str, str], Step]]:
     batch = Batch(logits, torch.arange(logits.shape[0], device=logits.device))
     for case in (CASES["k 50 + p .9"], CASES["no_filter"]):
         for name, call in baselines_of(case).items():
-            if name in ("FlashInfer", "vLLM") and not isinstance(call, str):
+            if name in (BY_ROW, OF_ALL, "vLLM") and not isinstance(call, str):
                 yield (name, case.name), functools.partial(call, batch)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from compiled_sampler import Sampler
+from compiled_sampler import SampleOutputs, Sampler
 from tools.bench.baselines import Baseline, baselines_of
 from tools.bench.batches import (
     Batch,
@@ -26,9 +26,10 @@ from tools.bench.batches import (
 from tools.bench.cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES, Case
 from tools.bench.cells import Cell
 from tools.bench.floors import Rates, chain_of, floor, rates, work_of
-from tools.measuring import num_inputs, time_calls, use_streams
+from tools.measuring import graph_time_us, num_inputs, queued_time_us, time_calls, use_streams
 
 Report = Callable[[Cell], None]
+_REPEATED = 32  # calls of a graph that reads one batch again and again, as replays of a sampler do
 
 
 @dataclass
@@ -40,6 +41,7 @@ class Bench:
     dtype: torch.dtype
     rates: Rates
     with_baselines: bool = False
+    with_replays: bool = False
     backend: str = "compiled"
     cells: list[Cell] = field(default_factory=list)
     """All that were measured, also with other vocabularies and dtypes."""
@@ -82,8 +84,26 @@ class Bench:
         if self.device.type == "cpu":
             slow = time_calls(eager_calls(case, mode, self.device), calls, self.device)[0]
         others = baseline_times(case, calls, self.device) if self.with_baselines else {}
+        replay = us + self._over_kernels_us(case, calls[0]) if self.with_replays and case.rule is None else None
         shape = (rows, case.num_drafts, self.vocab_size, name, distribution)
-        return Cell(case.name, mode.name, *shape, us, bound.us, bound.kind, chain.num_kernels, target, slow, others)
+        numbers = us, bound.us, bound.kind, chain.num_kernels, target, slow, replay
+        return Cell(case.name, mode.name, *shape, *numbers, others)
+
+    def _over_kernels_us(self, case: Case, batch: Batch) -> float:
+        """What the GPU takes for a step that the sampler replays itself, beyond its kernels on the same logits."""
+        rows, device = batch.num_requests, self.device
+        sampler = Sampler(self.vocab_size, rows, device, self.dtype, buckets=[rows])
+        plan = plan_of(sampler, sampler.add_request(case.params), case, rows)
+        tokens, status = (torch.zeros(rows, dtype=dtype, device=device) for dtype in (torch.int64, torch.int32))
+        out = SampleOutputs(tokens, status)
+        sampler.bind(logits=batch.logits, positions=batch.positions, out=out)
+        sampler.warmup(modes=[plan.mode.name])
+        replayed = queued_time_us(lambda: sampler.sample(plan, batch.logits, batch.positions, out))
+        if not sampler.statistics().replays:
+            raise RuntimeError(f"{case.name} must be replayed by the sampler, got {sampler.statistics()}")
+        known = plan_of(self.sampler, self._slots[case.name], case, rows)
+        kernels, _ = graph_time_us(lambda: [served(self.sampler, known, case, batch) for _ in range(_REPEATED)])
+        return replayed - kernels / _REPEATED
 
     def _target(self, case: Case, distribution: str, rows: int, dtype: str, batch: Batch) -> float | None:
         if self.device.type != "cuda":
@@ -177,7 +197,8 @@ def run(options: argparse.Namespace, report: Report) -> list[Cell]:
         use_streams(options.streams, device)
     for vocab_size in options.vocab:
         for dtype in options.dtype:
-            bench = Bench(device, vocab_size, getattr(torch, dtype), limits, options.baselines, options.backend, cells)
+            given = options.baselines, options.replays, options.backend, cells
+            bench = Bench(device, vocab_size, getattr(torch, dtype), limits, *given)
             for cases, distribution, rows in grid(options):
                 for cell in bench.measure(cases, distribution, rows):
                     report(cell)

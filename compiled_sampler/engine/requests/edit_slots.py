@@ -22,7 +22,7 @@ from compiled_sampler.edits.watermark import WATERMARK
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_layout import RowLayout, check_fits
 from compiled_sampler.engine.requests.history import TokenHistory
-from compiled_sampler.engine.requests.uploads import sent
+from compiled_sampler.engine.requests.uploads import LEAST_ENTRIES, sent
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import check_choice, checked_int
@@ -150,11 +150,11 @@ class EditSlots:
 
     @property
     def rows(self) -> Tensor:
-        """int32 ``[S, n]``, the edits of every slot on the device: ``RowLayout.num_words``, then the user's edits."""
+        """int32 ``[max(S, 2), n]``, the edits of every slot on the device: ``RowLayout.num_words``, then the user's."""
         if self._rows is None:
             neutral = self._row(_NEUTRAL, (), 0, False)
             with torch.inference_mode(False):
-                self._rows = sent(neutral, self._device).repeat(self._shape[0], 1)
+                self._rows = sent(neutral, self._device).repeat(max(self._shape[0], LEAST_ENTRIES), 1)
         return self._rows
 
     @property

@@ -29,8 +29,8 @@ class TokenHistory:
 
     @property
     def memory(self) -> tuple[History, HistoryRows]:
-        """The history to read, and its numbers in rows to write: the same memory."""
-        return self.table, HistoryRows(*4 * (self.table.entries.view(1, -1),))
+        """The history to read, and its numbers in one row to write: the same memory."""
+        return self.table, HistoryRows(*4 * (self.table.entries.view(-1),))
 
     @property
     def num_bytes(self) -> int:

@@ -23,7 +23,7 @@ from compiled_sampler.core.arithmetic import LOG2_E, log2_of_number
 from compiled_sampler.edits.names import EDITS, LEAVES, MASK
 from compiled_sampler.engine.boundary.arguments import FEW, numbers_of, packer
 from compiled_sampler.engine.requests.edit_slots import EditSlots
-from compiled_sampler.engine.requests.uploads import StagedTable
+from compiled_sampler.engine.requests.uploads import LEAST_ENTRIES, StagedTable
 from compiled_sampler.modes import Mode, uncovered
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import as_int64
@@ -125,8 +125,9 @@ class SlotState:
         self._kinds: dict[tuple[float, int, float, float], RequestKind] = {}
         neutral = SamplingParams(seed=0)
         kind = self._kind(neutral)
-        num_words = StagedTable.num_words(num_slots) + 2 * HostMirror.aligned(2 * most_rows)
-        self.staged = StagedTable(num_slots, (0, kind.needs, *kind.entry), HostMirror(num_words, device))
+        table_size = max(num_slots, LEAST_ENTRIES)
+        num_words = StagedTable.num_words(table_size) + 2 * HostMirror.aligned(2 * most_rows)
+        self.staged = StagedTable(table_size, (0, kind.needs, *kind.entry), HostMirror(num_words, device))
         self._free = list(range(num_slots))
         self.params: list[SamplingParams | None] = [None] * num_slots
         self._needs = np.full(num_slots + 3, _FREE)  # slot s is entry s + 2; the ends stand for what is no slot

@@ -14,6 +14,9 @@ from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.boundary.arguments import is_capturing
 from graph_cache import HostMirror, part_of, tensor_of
 
+LEAST_ENTRIES = 2
+"""Entries of a table by slot, at least: stages are compiled for any number of several, and apart for a single one."""
+
 _OF_REQUESTS = torch.int64, torch.int64  # seed and needs
 _OF_KINDS = (torch.float32, torch.int32, torch.int64, torch.float64, torch.float32, torch.float32)
 _DTYPES = (*_OF_REQUESTS, *_OF_KINDS)  # the last is of processed_scale

@@ -15,11 +15,9 @@ from compiled_sampler.lowering.compiling.disk_cache import claimed, load, path_o
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
-from compiled_sampler.lowering.stages.stage_call import StageCall, fixed, layout, leaves, unshared
+from compiled_sampler.lowering.stages.stage_call import StageCall, is_far, layout, leaves, table_layouts, unshared
 from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
-
-_FAR = 2**31  # elements from which Inductor must index with 64 bits
 
 
 EXACT_OPTIONS: Options = {
@@ -54,7 +52,7 @@ class StageCode(NamedTuple):
         given = list(leaves(tensors))
         present = [leaf for leaf in given if leaf is not None]
         device, rows = present[0].device, max(leaf.shape[0] for leaf in present)
-        far = any(leaf.shape[0] * leaf.stride(0) >= _FAR for leaf in present if leaf.dim() > 1)
+        far = any(map(is_far, present))
         hint = rows if far else tuning_of(stage).rows_hint(rows, device, static.get("block", 0))
         return cls(stage, tensors, static, hint, device, (stage, *static.items(), far or hint, *map(layout, given)))
 
@@ -89,7 +87,7 @@ class StageCode(NamedTuple):
         # Torch keeps such code itself, by a hash of the graph that was traced and of its constants.
         if any(isinstance(each, CustomEdits) for each in self.static.values()):
             return None
-        return path_of(self.stage, self.device, self.options(exact), *self.key[1:], *fixed(self.tensors))
+        return path_of(self.stage, self.device, self.options(exact), *self.key[1:], *table_layouts(self.tensors))
 
     def check_not_capturing(self) -> None:
         """Refuse to compile within a capture, which compilation would break."""
@@ -139,4 +137,5 @@ def _specialised(stage: Any, static: dict[str, Any]) -> Callable[..., Any]:
     code = stage.__code__.replace(co_name=re.sub(r"\W", "_", label))
     copy = types.FunctionType(code, stage.__globals__, code.co_name, stage.__defaults__, stage.__closure__)
     copy.__kwdefaults__ = {**(stage.__kwdefaults__ or {}), **static}
+    copy.__wrapped__ = stage  # type: ignore[attr-defined]
     return copy

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -15,9 +17,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known, was_checked
-from compiled_sampler.lowering.stages.stage_call import TABLES
+from compiled_sampler.lowering.stages.stage_call import TABLES, TensorSpec
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
+
+_ALIGNED_BYTES = 16  # as Inductor has it
+_SLOTS_HINT = 256  # of every table, so that code does not depend on the sampler that needs it first
 
 
 class Compiled(Protocol):
@@ -136,7 +141,7 @@ def _compiled_ahead(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: i
     from torch._dynamo import config as dynamo_config
     from torch._inductor import config as inductor_config
 
-    arguments = tuple(_any_rows(argument, hint_override=hint) for argument in tensors)
+    arguments = tuple(_any_rows(argument, hint_override=hint) for argument in _from_start(tensors))
     options = {**options, "guard_filter_fn": _is_about_sizes}
     with ExitStack() as settings:
         if not dynamo_config.enable_aot_compile:
@@ -144,6 +149,7 @@ def _compiled_ahead(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: i
         if inductor_config.force_disable_caches:
             options["fx_graph_cache"] = False
             settings.enter_context(inductor_config.patch(force_disable_caches=False))
+        stage = _told_of_tables(stage, tensors)
         function: Any = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
         return cast(Compiled, function.aot_compile((arguments, {})))
 
@@ -156,6 +162,7 @@ class _CompiledByCall:
 
         options = {name: options[name] for name in list_options() if name in options}  # those that this torch has
         options["guard_filter_fn"] = _is_about_sizes
+        stage = _told_of_tables(stage, tensors)
         self._function: Callable[..., Any] = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
         self._function(*(_any_rows(argument) for argument in tensors))
 
@@ -204,7 +211,7 @@ def _is_about_sizes(guards: Sequence[Any]) -> list[bool]:
 
 
 def _any_rows(argument: Any, **hint: int) -> Any:
-    """Aliases of the tensors, marked as having any number of rows; tables have a fixed number of slots."""
+    """Aliases of the tensors, marked as having any number of rows, and those of tables as having any of slots."""
     from torch._dynamo import mark_dynamic
 
     if isinstance(argument, Tensor):
@@ -212,7 +219,67 @@ def _any_rows(argument: Any, **hint: int) -> Any:
         if argument.shape[0] > 1:
             mark_dynamic(alias, 0, **hint)
         return alias
-    if isinstance(argument, tuple) and not isinstance(argument, TABLES):
+    if isinstance(argument, tuple):
+        hint = dict.fromkeys(hint, _SLOTS_HINT) if isinstance(argument, TABLES) else hint
         items = [_any_rows(item, **hint) for item in argument]
         return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
     return argument
+
+
+def _from_start(value: Any) -> Any:
+    """Arguments like these inside nested tuples, in which an aligned column of a table begins where its memory does."""
+    # Where a column begins may depend on the number of slots, and torch takes places that are equal by chance for one.
+    if not isinstance(value, tuple):
+        return value
+    is_table = isinstance(value, TABLES)
+    items = [_begun(item) if is_table else _from_start(item) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+
+
+def _begun(column: Tensor) -> Tensor:
+    spec = TensorSpec.of(column)
+    is_aligned = spec.offset * column.itemsize % _ALIGNED_BYTES == 0
+    return replace(spec, offset=0).made() if is_aligned else column
+
+
+def _columns(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The columns of the tables inside nested tuples that have several slots, each behind its path."""
+    if isinstance(value, tuple):
+        for place, item in enumerate(value):
+            if isinstance(value, TABLES) and item.shape[0] > 1:
+                yield (*path, place), item
+            elif not isinstance(value, TABLES):
+                yield from _columns(item, (*path, place))
+
+
+def _told_of_tables(stage: Callable[..., Any], tensors: tuple[Any, ...]) -> Callable[..., Any]:
+    """A stage that is told which columns of its tables have as many slots, and that their strides are constants."""
+    # Else each column has a size of its own, by which a kernel wraps and asserts the same index anew, and a stride that
+    # is not known to be a multiple of 16 bytes.
+    first: dict[int, tuple[int, ...]] = {}
+    # of each its path, that of the first with as many slots, and its stride
+    columns = tuple(
+        (path, first.setdefault(column.shape[0], path), column.stride(0)) for path, column in _columns(tensors)
+    )
+    if not columns:
+        return stage
+    function: Any = stage
+    told = types.FunctionType(_checked.__code__.replace(co_name=stage.__name__), function.__globals__, stage.__name__)
+    # the stage without its static arguments, which torch can store by its name
+    told.__kwdefaults__ = {"stage": function.__wrapped__, "static": function.__kwdefaults__, "columns": columns}
+    return told
+
+
+def _checked(
+    *tensors: Any, stage: Callable[..., Any], static: dict[str, Any], columns: tuple[tuple[Any, ...], ...]
+) -> Any:
+    """The results of a stage; no names but these and builtins, as this runs in the module of the stage."""
+    for path, like, stride in columns:
+        column, other = tensors, tensors
+        for place in path:
+            column = column[place]
+        for place in like:
+            other = other[place]
+        if column.shape[0] != other.shape[0] or column.stride(0) != stride:  # type: ignore[attr-defined]
+            raise ValueError("a table must have columns of one size, with the strides that its stage is compiled for")
+    return stage(*tensors, **static)

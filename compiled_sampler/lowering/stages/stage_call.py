@@ -14,7 +14,9 @@ from compiled_sampler.batch import DraftTable, SlotTable
 from compiled_sampler.edits.tables import TABLES as EDIT_TABLES
 from compiled_sampler.lowering.stages.tuning import Stage
 
-TABLES = (SlotTable, DraftTable, *EDIT_TABLES)
+_FAR = 2**31  # elements from which Inductor must index with 64 bits
+
+TABLES: tuple[type[Any], ...] = (SlotTable, DraftTable, *EDIT_TABLES)
 """What has one size for every batch, so that its rows are no batch's rows. ``RowEntries`` have a batch's."""
 
 
@@ -37,17 +39,18 @@ def leaves(value: Any) -> Iterator[Tensor | None]:
             yield from leaves(item)
 
 
-def fixed(value: Any) -> Iterator[Any]:
-    """What code is made for of each tensor in the tables inside nested tuples: its shape, and what else can vary."""
-    if isinstance(value, SlotTable):
-        yield from (tuple(each.shape) for each in value)
-    elif isinstance(value, DraftTable):
-        yield from ((tuple(each.shape), each.dtype) for each in value)
-    elif isinstance(value, EDIT_TABLES):
-        yield from ((tuple(each.shape), each.stride()) for each in value)
+def is_far(tensor: Tensor) -> bool:
+    """Whether Inductor must index a tensor with 64 bits."""
+    return tensor.shape[0] * tensor.stride(0) >= _FAR
+
+
+def table_layouts(value: Any) -> Iterator[Any]:
+    """What a compiled stage is made for of each tensor in the tables inside nested tuples: not how many slots."""
+    if isinstance(value, TABLES):
+        yield from ((layout(column), is_far(column)) for column in value)
     elif isinstance(value, tuple):
         for item in value:
-            yield from fixed(item)
+            yield from table_layouts(item)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from compiled_sampler import EditRows, LogitEdit
+from compiled_sampler import EditRows, LogitEdit, Sampler
 from compiled_sampler.batch import SampleInputs, VerifyInputs, tensors_of
 from compiled_sampler.core.stage import call
 from compiled_sampler.lowering.compiled_stages import CompiledStages
@@ -23,9 +23,11 @@ from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verify import verify_step
 from tests.builders.custom_edits import given_to_all
+from tests.builders.edits import OF_EDIT
 from tests.builders.inputs import modes_by_name, slot_table
-from tests.chunked import chunks_of
+from tests.chunked import chunks_of, eager_scratch_of
 from tests.tiers import tiers
+from tools.bench.memory import scratch_bytes
 from tools.kernels.launches import for_a_gpu
 
 V, R, K, CHUNK = 300, 75, 3, 16
@@ -186,3 +188,27 @@ def test_rows_beyond_2_to_the_31_elements_are_read_where_they_are():
     wanted = sample_step(mode, inputs._replace(logits=logits.contiguous()))
     for most in (R, CHUNK):
         assert same(chunked(lambda run: sample_step(mode, inputs._replace(logits=logits), run), most)[0], wanted)
+
+
+@pytest.mark.parametrize("edit", ["penalties", "dry"])
+def test_eager_edits_of_long_histories_hold_no_more_than_a_chunk_and_keep_their_bits(edit):
+    """Their scratch grows with the history, as does that of a record of drafts, here to eight bounds and more."""
+    count, width, length, bound = 16, 7, 2000, 2**20
+    sampler = Sampler(V, count, backend="eager", history_len=length)
+    text = [token % 40 for token in range(length - 16)]
+    slots = [sampler.add_request(SamplingParams(seed=n, **OF_EDIT[edit]), text[n:]) for n in range(count)]
+    positions = torch.tensor([len(text) - n for n in range(count)])
+    logits = 3.0 * torch.randn(count * (width + 1), V, generator=torch.Generator().manual_seed(2))
+    drafts = torch.arange(count * width).view(count, width) % V
+    drawn, plan = sampler.plan(slots), sampler.plan(slots, num_drafts=[width] * count)
+
+    def work() -> tuple[Any, Any]:
+        return sampler.sample(drawn, logits[:count], positions), sampler.verify(plan, logits, drafts, positions)
+
+    wanted = work()
+    assert scratch_bytes(work, logits.device) > 4 * bound
+    with eager_scratch_of(bound):
+        found = work()
+        assert scratch_bytes(work, logits.device) < 2 * bound
+    assert same(found[0], wanted[0])
+    assert same(found[1], wanted[1])

@@ -52,6 +52,14 @@ def test_another_job_has_no_peer() -> None:
         assert (PEERS.beside(cell), PEERS.fastest(cell)) == ({}, None)
 
 
+def test_a_replay_has_a_column_where_one_was_measured_and_is_stored() -> None:
+    replayed = dataclasses.replace(CELL, rows=1, replay_us=8.2)
+    (plain,), (both,) = tables_of([CELL]), tables_of([CELL, replayed])
+    assert len(both.columns) == len(plain.columns) + 1
+    assert [*both.columns[-1].cells] == ["", "8.2"]
+    assert cells_of(content_of(ENVIRONMENT, [replayed])) == [replayed]
+
+
 def test_a_table_has_a_line_for_each_peer_and_for_what_was_measured_now() -> None:
     cell = dataclasses.replace(CELL, baselines={"torch.argmax": 8.0, "slow": 10.0})
     (both,) = with_peers([cell], PEERS)

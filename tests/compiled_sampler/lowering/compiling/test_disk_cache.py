@@ -1,5 +1,6 @@
 """Compiled stages on disk: found again, never out of date, and nothing is lost where they cannot be kept."""
 
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -10,13 +11,18 @@ from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor.runtime import cache_dir_utils
 
 import compiled_sampler
+from compiled_sampler import Sampler
 from compiled_sampler.batch import RowEntries, SampleOutputs, VerifyOutputs, tensors_of
 from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.edits.bias import write_biases
 from compiled_sampler.edits.min_tokens import StopLists
+from compiled_sampler.edits.penalties import write_penalties
+from compiled_sampler.edits.recording import record_draws
 from compiled_sampler.edits.stops import cut_at_stop, with_finished
+from compiled_sampler.lowering.comparison import difference, outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.compiling import disk_cache, stage_code
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS
+from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.lowering.inductor import compilation
 from compiled_sampler.params import SamplingParams
 from tests.builders.inputs import slot_table
@@ -70,14 +76,41 @@ def test_another_layout_or_argument_is_kept_apart(folder, x, factor):
     assert len(kept(folder)) == 2
 
 
-def test_tables_with_more_slots_are_kept_apart(folder):
-    slots = torch.zeros(3, dtype=torch.int64)
-    for count in (2, 3):
-        table = slot_table([SamplingParams(seed=1)] * count, 100)
-        row_slots = RowSlots(table, slots, slots)
-        found = CompiledStages()(gather_rows, row_slots, stream=0)
-        assert torch.equal(found.scale, gather_rows(row_slots, stream=0).scale)
-    assert len(kept(folder)) == 2
+def test_tables_of_any_number_of_slots_share_the_code_of_their_stage(folder):
+    sampled = [SamplingParams(seed=seed, top_k=seed + 1) for seed in range(70)]
+    for expected, count in ((1, 3), (0, 2), (0, 70), (0, 1)):
+        row_slots = RowSlots(slot_table(sampled[:count], 100), torch.arange(9) % count, torch.arange(9))
+        with mock.patch.object(torch, "compile", wraps=torch.compile) as compiling:
+            found = CompiledStages()(gather_rows, row_slots, stream=0)
+        assert compiling.call_count == expected
+        assert all(map(torch.equal, tensors_of(found), tensors_of(gather_rows(row_slots, stream=0))))
+    assert len(kept(folder)) == 1
+
+
+def test_lists_and_histories_of_more_requests_share_the_code_of_their_stages(folder):
+    params = SamplingParams(repetition_penalty=1.5, logit_bias={3: 1.0}, stop_token_ids=(4,))
+    for expected, count in ((3, 4), (0, 9)):
+        sampler = Sampler(100, count, backend="eager", history_len=40)
+        slots = torch.tensor([sampler.add_request(params, [1, 2, 3]) for _ in range(count)])
+        sampler._edits.upload()
+        biases, penalties, stops = sampler._edits.inputs(
+            ("logit_bias", "penalties", "min_tokens"), {}, None
+        ).tables.lists
+        history, rows = sampler._edits.history.memory
+        x, numbers = torch.randn(count, 100), torch.full((count,), 3)
+        drawn = history, rows, slots, numbers, numbers + 1, numbers.to(torch.int32) * 0, stops
+        calls = [
+            (write_biases, (x, x.view(torch.int32), slots, biases), {"vocab_size": 100}),
+            (write_penalties, (x, x.view(torch.int32), slots, numbers, penalties, history), {"vocab_size": 100}),
+            (record_draws, drawn, {}),
+        ]
+        for stage, given, static in calls:
+            wanted = outcome(partial(stage, **static), given, writes=True)
+            with mock.patch.object(StageCode, "compiled", autospec=True, side_effect=StageCode.compiled) as compiling:
+                found = outcome(partial(CompiledStages(), stage, **static), given, writes=True)
+            assert compiling.call_count == (expected > 0)
+            assert not difference(found, wanted)
+    assert len(kept(folder)) == 3
 
 
 def test_entries_of_rows_are_of_any_number_though_nothing_marks_them(folder):
