@@ -15,6 +15,7 @@ these are found depends on the mode:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from torch import Tensor
@@ -65,13 +66,17 @@ from compiled_sampler.pipeline.search import (
     threshold_of,
 )
 
+Draw = Callable[..., SampleOutputs]
+"""``edit_and_draw``, or what draws as it does from logits that are split over ranks."""
 
-def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:
+
+def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, draw: Draw | None = None) -> SampleOutputs:
     """One token id, int64, and its status, int32, for every row: ``[R]`` each."""
     schedule = drawing_schedule(mode, inputs.logits, inputs.edits, inputs.logprobs)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets, inputs.draw_index)
     stream, noise = (TARGET, inputs.noise) if inputs.offsets is None else (DRAFT, None)
-    drawn = edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, inputs.logprobs, noise, stream, run)
+    draw = draw or edit_and_draw
+    drawn = draw(schedule, inputs.logits, row_slots, inputs.edits, inputs.logprobs, noise, stream, run)
     if inputs.stops is None:
         return drawn
     ended = run(with_finished, drawn._replace(logprobs=None), inputs.slots, inputs.stops)
@@ -89,9 +94,7 @@ def edit_and_draw(
     run: Run,
 ) -> SampleOutputs:
     """One token for every row of logits before edits, with logprobs if asked; in chunks where rows are many."""
-    noise_slots = row_slots  # the positions that key the noise: of the rows, or of a watermark
-    if noise is not None:
-        noise_slots = row_slots._replace(positions=run(noise_positions, row_slots.slots, row_slots.positions, *noise))
+    noise_slots = keyed_by(row_slots, noise, run)
 
     def drawn_chunk(
         logits: Tensor, row_slots: RowSlots, noise_slots: RowSlots, edits: EditInputs | None, given_ids: Tensor | None
@@ -111,6 +114,13 @@ def edit_and_draw(
 
     given_ids = None if logprobs is None else logprobs.given_ids
     return in_chunks(schedule, run, drawn_chunk, logits, row_slots, noise_slots, edits, given_ids)
+
+
+def keyed_by(row_slots: RowSlots, noise: NoiseInputs | None, run: Run) -> RowSlots:
+    """The rows with the positions that key their noise: their own, or those of a watermark."""
+    if noise is None:
+        return row_slots
+    return row_slots._replace(positions=run(noise_positions, row_slots.slots, row_slots.positions, *noise))
 
 
 def draw_tokens(
@@ -145,16 +155,16 @@ def _draw_from_rows(
     filters_min_p = schedule.mode.filters_min_p
     if schedule.races_by_bounds:
         rows = run(gather_rows, row_slots, stream=stream)
-        return _draw_by_bounds(schedule, logits, rows, run, finds_max=finds_max or filters_min_p)
+        return draw_by_bounds(schedule, logits, rows, run, finds_max=finds_max or filters_min_p)
     if filters_min_p:
         keys = block_maxima(schedule, logits, run).keys
         rows, row_max = run(rows_of_blocks, keys, row_slots, stream=stream)
     else:
         rows, row_max = run(gather_rows, row_slots, stream=stream), None
-    return _draw_from_row(schedule, logits, rows, row_max, None, run), row_max
+    return draw_from_row(schedule, logits, rows, row_max, None, run), row_max
 
 
-def _draw_from_row(
+def draw_from_row(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
     """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race."""
@@ -164,7 +174,7 @@ def _draw_from_row(
     return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks_by_bits)
 
 
-def _draw_by_bounds(
+def draw_by_bounds(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run, *, finds_max: bool
 ) -> tuple[SampleOutputs, Tensor | None]:
     """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores, and if asked for the maxima."""
@@ -212,7 +222,7 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, search_inputs: SearchI
     # number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
     ordered, _, rows, row_max, known, _ = search_inputs
     vocab = {"vocab_size": schedule.mode.vocab_size}
-    drawn = _draw_from_row(schedule, logits, rows, row_max, run(last_without_search, known), run)
+    drawn = draw_from_row(schedule, logits, rows, row_max, run(last_without_search, known), run)
     if not any_row(run, known.is_open):
         return drawn
     before = run(last_before_winner, logits, drawn.token_ids, **vocab)
@@ -221,7 +231,7 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, search_inputs: SearchI
     if not any_row(run, known.is_open):
         return drawn
     last = run(last_of, threshold_of(schedule, logits, search_inputs._replace(known=known), run), by_key=True)
-    return _draw_from_row(schedule, logits, rows, row_max, last, run)
+    return draw_from_row(schedule, logits, rows, row_max, last, run)
 
 
 def _draw_and_find(
