@@ -17,6 +17,8 @@ from torch import Tensor
 from compiled_sampler.core.stage import Run, call, lists
 from compiled_sampler.scalars import is_int
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+
 
 @dataclass(frozen=True, eq=False)
 class VocabularyShard:
@@ -104,8 +106,7 @@ class VocabularyShard:
         every = values.new_empty((len(self.bounds), *values.shape))
         if lists(run):
             return every.zero_()
-        # As bytes, since gloo knows few dtypes.
-        dist.all_gather_into_tensor(_bytes(every), _bytes(values), self.group)
+        _all_gather(_bytes(every), _bytes(values), self.group)  # gloo knows few dtypes
         return every
 
     def whole_rows(self, columns: Tensor, vocab_size: int, run: Run = call) -> Tensor:
