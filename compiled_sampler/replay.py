@@ -84,7 +84,8 @@ def replay(
     else:
         is_own = is_token & in_law.gather(1, index)
         own = torch.where(is_own, law.gather(1, index), 0.0)
-        token, total = _TotalOverRanks.apply(torch.stack([own, law.exp().sum(-1, keepdim=True)]), shard).unbind()
+        summed = torch.stack([own, law.exp().sum(-1, keepdim=True)])
+        token, total = _TotalOverRanks.apply(summed, shard).unbind()  # type: ignore[no-untyped-call]
         logprobs, is_kept = token - total.log(), has_law & _any(is_own, shard)
     return torch.where(is_kept, logprobs, float("-inf"))[:, 0], kept[:, :width]
 
@@ -98,7 +99,7 @@ class _TotalOverRanks(torch.autograd.Function):
         return shard.total(values.clone())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The gradient as it is."""
         return grad, None
 

@@ -8,15 +8,18 @@ them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from compiled_sampler.core.stage import Run, call, lists
 from compiled_sampler.scalars import is_int
 
+Results = TypeVar("Results")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 
 
@@ -74,6 +77,11 @@ class VocabularyShard:
         """The ids of all shards together."""
         return self.bounds[-1][1]
 
+    @property
+    def count(self) -> int:
+        """T, the number of ranks."""
+        return len(self.bounds)
+
     def widths(self, vocab_size: int) -> list[int]:
         """The columns of each rank that are tokens of a vocabulary of this size."""
         return [max(min(stop, vocab_size) - start, 0) for start, stop in self.bounds]
@@ -103,25 +111,77 @@ class VocabularyShard:
     def collected(self, values: Tensor, run: Run = call) -> Tensor:
         """The tensors of all ranks, ``[T, ...]``, each of one shape."""
         values = values.contiguous()
-        every = values.new_empty((len(self.bounds), *values.shape))
+        every = values.new_empty((self.count, *values.shape))
         if lists(run):
             return every.zero_()
         _all_gather(_bytes(every), _bytes(values), self.group)  # gloo knows few dtypes
         return every
 
     def whole_rows(self, columns: Tensor, vocab_size: int, run: Run = call) -> Tensor:
-        """Rows ``[R, V]`` from the columns of every rank, ``[R, >= width]``."""
+        """Rows ``[R, V]`` on every rank, from the columns of each, ``[R, >= width]``."""
+        return self._joined(self.collected(self._padded(columns, vocab_size), run), vocab_size)
+
+    def own_part(self, num_rows: int) -> tuple[int, int]:
+        """The first row of this rank's part of the rows, and the row behind its last."""
+        firsts, count = self._row_parts(num_rows)
+        return firsts[self.rank], firsts[self.rank] + count
+
+    def _row_parts(self, num_rows: int) -> tuple[list[int], int]:
+        """The first row of each rank's part, and the number of rows of each; the last parts may overlap."""
+        count = -(-num_rows // self.count)
+        return [min(rank * count, num_rows - count) for rank in range(self.count)], count
+
+    def exchanged_rows(self, columns: Tensor, vocab_size: int, run: Run = call) -> Tensor:
+        """The rows of this rank's part, ``[n, V]``, from the columns of each rank, ``[R, >= width]``."""
+        num_rows, padded = columns.shape[0], self._padded(columns, vocab_size)
+        firsts, count = self._row_parts(num_rows)
+        if num_rows == count * self.count:  # a copy less
+            parts = padded.contiguous().view(self.count, count, -1)
+        else:
+            parts = torch.stack([padded[first : first + count] for first in firsts])
+        received = torch.zeros_like(parts) if lists(run) else torch.empty_like(parts)
+        if not lists(run):
+            dist.all_to_all_single(_bytes(received), _bytes(parts), group=self.group)
+        return self._joined(received, vocab_size)
+
+    def told_rows(self, results: Results, num_rows: int, run: Run = call) -> Results:
+        """The results of all rows ``[R, ...]``, from those of each rank's part ``[n, ...]``, in nested tuples."""
+        firsts, count = self._row_parts(num_rows)
+        leaves, spec = tree_flatten(results)
+        fields = [leaf for leaf in leaves if leaf is not None]
+        told = self.collected(torch.cat([_row_bytes(field) for field in fields], 1), run)
+        ends = [min(first + count, num_rows) for first in firsts]
+        starts = [min(rank * count, num_rows) for rank in range(self.count)]
+        rows = torch.cat(
+            [told[rank, start - firsts[rank] : ends[rank] - firsts[rank]] for rank, start in enumerate(starts)]
+        )
+        pieces = iter(torch.split(rows, [_row_bytes(field).shape[1] for field in fields], 1))
+        whole = [
+            None if leaf is None else next(pieces).contiguous().view(leaf.dtype).view(num_rows, *leaf.shape[1:])
+            for leaf in leaves
+        ]
+        told_results: Results = tree_unflatten(whole, spec)
+        return told_results
+
+    def _padded(self, columns: Tensor, vocab_size: int) -> Tensor:
+        """The columns of this rank ``[R, n]``, padded to as many as the widest rank has."""
         widths = self.widths(vocab_size)
-        part = columns.detach()[:, : widths[self.rank]]
-        padded = part if min(widths) == max(widths) else part.new_zeros((part.shape[0], max(widths)))
-        if padded is not part:
-            padded[:, : part.shape[1]] = part
-        return torch.cat([rows[:, :width] for rows, width in zip(self.collected(padded, run), widths, strict=True)], 1)
+        own = columns.detach()[:, : widths[self.rank]]
+        return F.pad(own, (0, max(widths) - own.shape[1])) if min(widths) < max(widths) else own
+
+    def _joined(self, parts: Tensor, vocab_size: int) -> Tensor:
+        """Rows ``[n, V]`` from the columns of each rank, padded, ``[T, n, columns]``."""
+        return torch.cat([part[:, :width] for part, width in zip(parts, self.widths(vocab_size), strict=True)], 1)
 
     def _reduced(self, values: Tensor, operation: Any, run: Run) -> Tensor:
         if not lists(run):
             dist.all_reduce(values, operation, self.group)
         return values
+
+
+def _row_bytes(values: Tensor) -> Tensor:
+    """The bytes of each row, uint8 ``[n, m]``."""
+    return values.contiguous().view(values.shape[0], -1).view(torch.uint8)
 
 
 def check_shard(shard: object, vocab_size: int) -> None:

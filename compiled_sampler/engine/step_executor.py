@@ -29,7 +29,7 @@ from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.logprobs import logprobs_of
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import Schedule, is_gpu, schedule_for
-from compiled_sampler.pipeline.sharded import drawing_in, reads_columns
+from compiled_sampler.pipeline.sharded import drawing_in
 from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.pipeline.verify_rows import edited_inputs, edited_verify_inputs, emitted_logprobs, with_logprobs
 from compiled_sampler.shard import VocabularyShard
@@ -83,7 +83,7 @@ class StepExecutor:
         **edit_tensors: Tensor,
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
-        if self._shard is not None and not self._reads_columns(step):
+        if self._shard is not None and not self._takes_columns(step):
             logits = self._shard.whole_rows(logits, step.mode.vocab_size, self._run)
             if proposals is not None:
                 proposals = self._shard.whole_rows(proposals, step.mode.vocab_size, self._run)
@@ -112,13 +112,11 @@ class StepExecutor:
             self._drafts.write(logits, inputs.slots, inputs.offsets, self._run)
         return results
 
-    def _reads_columns(self, step: Step) -> bool:
-        """Whether a step reads the shard's own columns; others read whole rows."""
-        if step.logprobs is not None or self._is_definition or not reads_columns(step.mode, step.edits):
+    def _takes_columns(self, step: Step) -> bool:
+        """Whether a step draws from the columns of a shard; others take whole rows."""
+        if self._is_definition or step.mode.from_probabilities or (step.kind == "draft" and self._drafts is not None):
             return False
-        if step.kind == "draft":
-            return self._drafts is None  # the draft cache takes whole rows
-        return step.kind == "sample" or (step.kind == "verify" and step.mode.matches_drafts)
+        return step.kind in ("sample", "draft") or (step.kind == "verify" and step.mode.matches_drafts)
 
     def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
         results = self._computed_rows(step, inputs)
@@ -137,8 +135,9 @@ class StepExecutor:
             return by_definition(step.kind, step.mode, inputs)
         if not isinstance(inputs, VerifyInputs) and step.kind == "probabilities":
             return probability_step(step.mode, inputs, self._run)
-        is_split = self._shard is not None and self._reads_columns(step)
-        draw = drawing_in(self._shard) if self._shard is not None and is_split else edit_and_draw
+        draw = edit_and_draw
+        if self._shard is not None and self._takes_columns(step):
+            draw = drawing_in(self._shard)
         if isinstance(inputs, VerifyInputs):
             return verify_step(step.mode, inputs, self._run, draw)
         return sample_step(step.mode, inputs, self._run, draw)

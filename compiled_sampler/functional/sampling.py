@@ -21,8 +21,8 @@ from compiled_sampler.functional.arguments import (
     shard_rows,
 )
 from compiled_sampler.pipeline.law import probability_step
-from compiled_sampler.pipeline.sample import Draw, edit_and_draw, sample_step
-from compiled_sampler.pipeline.sharded import drawing_in, reads_columns
+from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.sharded import drawing_in
 from compiled_sampler.shard import VocabularyShard
 
 
@@ -84,15 +84,10 @@ def sample(
     run, count = run_of(backend), logits.shape[0]
     if not count:
         return empty_outputs(SampleOutputs, 0, form.device)
-    draw: Draw = edit_and_draw
-    if shard is not None and reads_columns(static):
-        draw = drawing_in(shard)
-    elif shard is not None:
-        logits = shard.whole_rows(logits, form.vocab_size, run)
     rows, row_positions = parameter_rows(static, parameters, count, form.device, run)
     draws = draw_index_rows(draw_index, count, form.device)
     inputs = SampleInputs(logits, rows.slots, row_positions, rows.table, draw_index=draws)
-    drawn = sample_step(static, inputs, run, draw)
+    drawn = sample_step(static, inputs, run, None if shard is None else drawing_in(shard))
     return run(marked, drawn, rows.slots)
 
 

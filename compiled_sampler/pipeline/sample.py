@@ -92,9 +92,10 @@ def edit_and_draw(
     noise: NoiseInputs | None,
     stream: int,
     run: Run,
+    noise_slots: RowSlots | None = None,  # ``keyed_by``, where that is known
 ) -> SampleOutputs:
     """One token for every row of logits before edits, with logprobs if asked; in chunks where rows are many."""
-    noise_slots = keyed_by(row_slots, noise, run)
+    noise_slots = noise_slots or keyed_by(row_slots, noise, run)
 
     def drawn_chunk(
         logits: Tensor, row_slots: RowSlots, noise_slots: RowSlots, edits: EditInputs | None, given_ids: Tensor | None
