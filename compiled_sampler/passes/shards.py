@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, SampleOutputs
+from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.noise import NoiseKeys
-from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, pack, packed_key
+from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, packed_key
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, idle_status
-from compiled_sampler.core.score import admitted_key
-from compiled_sampler.passes.blocks import gather_logits
+from compiled_sampler.passes.bounds import Leaders
 from compiled_sampler.passes.candidates import sort
-from compiled_sampler.passes.race import tokens_from_packed
+from compiled_sampler.passes.maxima import BlockMaxima, first_token
+from compiled_sampler.passes.race import best_from_blocks, tokens_from_packed
 
 
 def rows_of_shard(row_slots: RowSlots, *, stream: int, start: int) -> RowParams:
@@ -32,35 +32,59 @@ def largest_of_shard(keys: Tensor) -> Tensor:
     return keys.amax(-1, keepdim=True)
 
 
-def winners_of_shard(logits: Tensor, drawn: SampleOutputs, rows: RowParams, *, vocab_size: int, start: int) -> Tensor:
-    """The winner of each row's race in a shard, packed (score key, token id), and 1 for a NaN: int64 ``[R, 2]``."""
-    ids = drawn.token_ids[:, None]
-    x = gather_logits(logits, ids, vocab_size)
-    key = admitted_key(x, ids.to(torch.int32), rows, None, None, by_key=True)[:, 0]
-    packed = pack(torch.where(drawn.token_ids >= 0, key, MASKED_KEY), drawn.token_ids + start)
-    has_nan = rows.live & ((drawn.status & int(RowStatus.NAN_SEEN)) != 0)
-    return torch.stack([packed, has_nan.to(torch.int64)], 1)
+def first_of_shard(logits: Tensor, blocks: BlockMaxima, *, vocab_size: int, block: int, start: int) -> Tensor:
+    """``told_best`` of greedy rows: the first token of the order."""
+    return told_best(*first_token(logits, blocks, vocab_size, block), start)
+
+
+def winners_of_blocks(
+    logits: Tensor,
+    blocks: BlockMaxima,
+    rows: RowParams,
+    row_max: Tensor | None,
+    *,
+    vocab_size: int,
+    block: int,
+    by_bits: bool,
+    start: int,
+) -> Tensor:
+    """``told_best`` of rows that raced by blocks."""
+    race = logits, blocks, rows, row_max, None
+    return told_best(*best_from_blocks(*race, vocab_size=vocab_size, block=block, by_bits=by_bits), start)
+
+
+def winners_of_leaders(leaders: Leaders, winners: Tensor, *, start: int) -> Tensor:
+    """``told_best`` of rows that raced by bounds."""
+    return told_best(torch.maximum(leaders.best, winners.amax(-1)), leaders.nan_bits, start)
+
+
+def told_best(packed: Tensor, nan_bits: Tensor, start: int) -> Tensor:
+    """What a rank tells of each row: its best packed (key, token id), and 1 for a NaN, int64 ``[R, 2]``."""
+    # Subtracting from a packed key adds to its id; a token that is masked may have no id to add to.
+    best = torch.where(packed_key(packed) == MASKED_KEY, KEEP_ALL, packed - start)
+    return torch.stack([best, (nan_bits > POSITIVE_INFINITY_KEY).to(torch.int64)], 1)
 
 
 def draw_from_shards(winners: Tensor, row_slots: RowSlots) -> SampleOutputs:
-    """Tokens and status ``[R]`` from the largest ``winners_of_shard`` of all ranks, int64 ``[R, 2]``."""
+    """Tokens and status ``[R]`` from the largest ``told_best`` of all ranks, int64 ``[R, 2]``."""
     idle = idle_status(row_slots.table, row_slots.slots)
     return tokens_from_packed(winners[:, 0], _nan_bits(winners[:, 1]), idle)
 
 
 def candidates_of_shard(tokens: Tensor, nan_bits: Tensor, *, start: int, count: int) -> Tensor:
-    """The first ``count`` packed (order key, token id) of a shard, and 1 for a NaN: int64 ``[R, count + 1]``."""
+    """The first ``count`` packed (order key, token id) of a shard, then 1 for a NaN and a 0: int64 ``[R, count + 2]``."""
+    # The 0 lets what each rank told begin at a multiple of 16 bytes, else Inductor's code would copy it.
     has_nan = (nan_bits.amax(-1, keepdim=True) > POSITIVE_INFINITY_KEY).to(torch.int64)
-    shifted = F.pad(tokens - start, (0, count - tokens.shape[1]), value=KEEP_ALL)  # ids are subtracted in a packed key
-    return torch.cat([shifted, has_nan], 1)
+    shifted = F.pad(tokens - start, (0, count - tokens.shape[1]), value=KEEP_ALL)
+    return torch.cat([shifted, F.pad(has_nan, (0, 1))], 1)
 
 
-def candidates_of_shards(collected: Tensor, *, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The first ``count`` tokens of whole rows, from ``candidates_of_shard`` of all ranks, int64 ``[T, R, C + 1]``."""
+def candidates_of_shards(told: tuple[Tensor, ...], *, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The first ``count`` tokens of whole rows, from ``candidates_of_shard`` of each rank."""
     # Returns packed keys in descending order, int64 [R, count], nan_bits, and the first order key, int32 [R, 1] each.
-    tokens = collected[:, :, :-1].permute(1, 0, 2).flatten(1)
-    ordered = sort(tokens, count=count)
-    return ordered, _nan_bits(collected[:, :, -1].amax(0))[:, None], packed_key(tokens.amax(-1, keepdim=True))
+    tokens, has_nan = torch.cat([part[:, :-2] for part in told], 1), torch.cat([part[:, -2:-1] for part in told], 1)
+    first = packed_key(tokens.amax(-1, keepdim=True))
+    return sort(tokens, count=count), _nan_bits(has_nan.amax(-1, keepdim=True)), first
 
 
 def _nan_bits(flags: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ from compiled_sampler.exact.row_race import (
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
-from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
+from compiled_sampler.passes.bounds import Leaders, draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.kept import cut_of_drawn, kept_of_token
 from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
 from compiled_sampler.passes.race import (
@@ -156,29 +156,37 @@ def _draw_from_rows(
     filters_min_p = schedule.mode.filters_min_p
     if schedule.races_by_bounds:
         rows = run(gather_rows, row_slots, stream=stream)
-        return draw_by_bounds(schedule, logits, rows, run, finds_max=finds_max or filters_min_p)
+        leaders, winners = race_by_bounds(schedule, logits, rows, run, finds_max=finds_max or filters_min_p)
+        return run(draw_from_leaders, leaders, winners, rows.idle), leaders.row_max
     if filters_min_p:
         keys = block_maxima(schedule, logits, run).keys
         rows, row_max = run(rows_of_blocks, keys, row_slots, stream=stream)
     else:
         rows, row_max = run(gather_rows, row_slots, stream=stream), None
-    return draw_from_row(schedule, logits, rows, row_max, None, run), row_max
+    return _draw_from_row(schedule, logits, rows, row_max, None, run), row_max
 
 
-def draw_from_row(
+def _draw_from_row(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
     """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race."""
     # The first stage reduces each block of a row to its best score, the second reduces the blocks to the winner.
-    race = schedule.race
-    blocks = run(race_maxima, logits, rows, row_max, last, **race.reduction, names=schedule.names_tokens)
-    return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks_by_bits)
+    blocks = race_blocks(schedule, logits, rows, row_max, last, run)
+    return run(draw_from_blocks, logits, blocks, rows, row_max, last, **schedule.race.blocks_by_bits)
 
 
-def draw_by_bounds(
+def race_blocks(
+    schedule: Schedule, logits: AnyLogits, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
+) -> BlockMaxima:
+    """The best score of each block of a row; arguments as ``_draw_from_row``."""
+    static = {**schedule.race.reduction, "names": schedule.names_tokens}
+    return run(race_maxima, logits, rows, row_max, last, **static)
+
+
+def race_by_bounds(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run, *, finds_max: bool
-) -> tuple[SampleOutputs, Tensor | None]:
-    """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores, and if asked for the maxima."""
+) -> tuple[Leaders, Tensor]:
+    """The best scores of a race over whole rows by upper bounds, and the winners of rows that raced in full."""
     # For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
     # blocks with the largest bounds; rows in which another block may hold the winner race over all their tokens.
     mode, blocks = schedule.mode, schedule.race.blocks
@@ -189,8 +197,7 @@ def draw_by_bounds(
         bounds = run(race_bounds, logits, rows, **blocks, finds_max=finds_max)
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
     best, _, needs_race, row_max = leaders
-    winners = run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
-    return run(draw_from_leaders, leaders, winners, rows.idle), row_max
+    return leaders, run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
 
 
 def _draw_beyond_candidates(
@@ -223,7 +230,7 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, search_inputs: SearchI
     # number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
     ordered, _, rows, row_max, known, _ = search_inputs
     vocab = {"vocab_size": schedule.mode.vocab_size}
-    drawn = draw_from_row(schedule, logits, rows, row_max, run(last_without_search, known), run)
+    drawn = _draw_from_row(schedule, logits, rows, row_max, run(last_without_search, known), run)
     if not any_row(run, known.is_open):
         return drawn
     before = run(last_before_winner, logits, drawn.token_ids, **vocab)
@@ -232,7 +239,7 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, search_inputs: SearchI
     if not any_row(run, known.is_open):
         return drawn
     last = run(last_of, threshold_of(schedule, logits, search_inputs._replace(known=known), run), by_key=True)
-    return draw_from_row(schedule, logits, rows, row_max, last, run)
+    return _draw_from_row(schedule, logits, rows, row_max, last, run)
 
 
 def _draw_and_find(

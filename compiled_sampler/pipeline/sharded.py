@@ -28,18 +28,20 @@ from compiled_sampler.exact.threshold import block_masses, row_masses
 from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.maxima import mass_units
-from compiled_sampler.passes.race import draw_from_candidates, first_from_blocks
+from compiled_sampler.passes.race import draw_from_candidates
 from compiled_sampler.passes.shards import (
     candidates_of_shard,
     candidates_of_shards,
     draw_from_shards,
+    first_of_shard,
     largest_of_shard,
     rows_of_shard,
-    winners_of_shard,
+    winners_of_blocks,
+    winners_of_leaders,
 )
 from compiled_sampler.pipeline.chunks import in_chunks, part_of
 from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits
-from compiled_sampler.pipeline.sample import Draw, draw_by_bounds, draw_from_row, edit_and_draw, keyed_by
+from compiled_sampler.pipeline.sample import Draw, edit_and_draw, keyed_by, race_blocks, race_by_bounds
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates
 from compiled_sampler.shard import VocabularyShard
@@ -133,20 +135,19 @@ def _draw_from_winners(
     schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, shard: VocabularyShard, run: Run
 ) -> SampleOutputs:
     """The winners of races over the columns of all ranks, ``[R]``."""
-    mode, static = schedule.mode, {"start": shard.start, "stream": stream}
+    mode, start = schedule.mode, {"start": shard.start}
 
     def winners_of_chunk(logits: Tensor, row_slots: RowSlots, largest: Tensor | None) -> Tensor:
-        rows, row_max = run(rows_of_shard, row_slots, **static), None
         if not mode.draws:
             blocks = block_maxima(schedule, logits, run)
-            drawn = run(first_from_blocks, logits, blocks, row_slots, **schedule.order.blocks)
-        elif largest is None and schedule.races_by_bounds:
-            drawn, _ = draw_by_bounds(schedule, logits, rows, run, finds_max=False)
-        else:
-            if largest is not None:
-                row_max, _ = run(mass_units, largest, row_slots)
-            drawn = draw_from_row(schedule, logits, rows, row_max, None, run)
-        return run(winners_of_shard, logits, drawn, rows, vocab_size=mode.vocab_size, start=shard.start)
+            return run(first_of_shard, logits, blocks, **schedule.order.blocks, **start)
+        rows, row_max = run(rows_of_shard, row_slots, stream=stream, **start), None
+        if largest is not None:
+            row_max, _ = run(mass_units, largest, row_slots)
+        elif schedule.races_by_bounds:
+            return run(winners_of_leaders, *race_by_bounds(schedule, logits, rows, run, finds_max=False), **start)
+        blocks = race_blocks(schedule, logits, rows, row_max, None, run)
+        return run(winners_of_blocks, logits, blocks, rows, row_max, **schedule.race.blocks_by_bits, **start)
 
     largest = _largest(schedule, logits, shard, run) if mode.filters_min_p else None
     winners = in_chunks(schedule, run, winners_of_chunk, logits, row_slots, largest)
@@ -176,8 +177,8 @@ def _draw_from_candidates(
         row_max, scale = run(mass_units, largest, row_slots)
         return run(row_masses, run(block_masses, logits, row_max, scale, **schedule.mass.blocks))
 
-    collected = shard.collected(in_chunks(schedule, run, candidates_of_chunk, logits, row_slots), run)
-    ordered, nan_bits, largest = run(candidates_of_shards, collected, count=min(mode.capacity, mode.vocab_size))
+    told = shard.collected(in_chunks(schedule, run, candidates_of_chunk, logits, row_slots), run).unbind()
+    ordered, nan_bits, largest = run(candidates_of_shards, told, count=min(mode.capacity, mode.vocab_size))
     row_mass = None
     if mode.base_is_row:
         row_mass = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, row_slots, largest), run)
