@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -283,7 +284,8 @@ class StepRunner:
         covers = [peer.name for peer in peers if step.covers(peer)]
         called = self._call_buffers if step.logprobs is None else self._call_flat
         self._executor.table_of(step)  # made before any capture
-        self._cache.register(step.name, partial(called, step), inputs, covers=covers, most_copied=step.most_copied)
+        most_copied = step.most_copied if self._shard is None else math.inf  # every rank takes the same route
+        self._cache.register(step.name, partial(called, step), inputs, covers=covers, most_copied=most_copied)
         self._registered[step.name] = step
 
     def _inputs(self, step: Step) -> dict[str, BufferSpec]:

@@ -72,7 +72,7 @@ def draw_from_shards(winners: Tensor, row_slots: RowSlots) -> SampleOutputs:
 
 
 def candidates_of_shard(tokens: Tensor, nan_bits: Tensor, *, start: int, count: int) -> Tensor:
-    """The first ``count`` packed (order key, token id) of a shard, then 1 for a NaN and a 0: int64 ``[R, count + 2]``."""
+    """The first ``count`` packed (order key, token id) of a shard, 1 for a NaN, a 0: int64 ``[R, count + 2]``."""
     # The 0 lets what each rank told begin at a multiple of 16 bytes, else Inductor's code would copy it.
     has_nan = (nan_bits.amax(-1, keepdim=True) > POSITIVE_INFINITY_KEY).to(torch.int64)
     shifted = F.pad(tokens - start, (0, count - tokens.shape[1]), value=KEEP_ALL)

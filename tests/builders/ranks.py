@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compiled_sampler import (
     Draft,
@@ -27,6 +27,7 @@ from compiled_sampler import (
     Plan,
     Sampler,
     SamplingParams,
+    Verification,
     VocabularyShard,
     functional,
     replay,
@@ -50,15 +51,24 @@ LAWS_OF_MODES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def asked(ranks: int, *questions: tuple[Callable[..., None], *tuple[Any, ...]], timeout_s: float = 60) -> None:
-    """Ask each question, a function and its arguments, in as many gloo processes; what one of them raises, fails."""
+def asked(
+    ranks: int,
+    *questions: tuple[Callable[..., None], *tuple[Any, ...]],
+    timeout_s: float = 60,
+    backend: str = "gloo",
+) -> None:
+    """Ask each question, a function and its arguments, in as many processes; what one of them raises, fails."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_ask, (ranks, os.path.join(folder, "store"), questions, timeout_s), nprocs=ranks)
+        mp.spawn(_ask, (ranks, os.path.join(folder, "store"), questions, timeout_s, backend), nprocs=ranks)
 
 
-def _ask(rank: int, ranks: int, store: str, questions: Sequence[tuple[Any, ...]], timeout_s: float) -> None:
+def _ask(
+    rank: int, ranks: int, store: str, questions: Sequence[tuple[Any, ...]], timeout_s: float, backend: str
+) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=timeout_s), world_size=ranks, rank=rank)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, f"file://{store}", timedelta(seconds=timeout_s), world_size=ranks, rank=rank)
     try:
         for question, *args in questions:
             question(*args)
@@ -78,9 +88,10 @@ class Pair:
 
     def __init__(self, vocab_size: int, sizes: Sequence[int], **options: Any) -> None:
         self.shard, self.vocab_size = shard_of(sizes), vocab_size
+        self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         backend = options.pop("backend", "eager")
-        self.whole = Sampler(vocab_size, 256, backend="eager", **options)
-        self.split = Sampler(vocab_size, 256, backend=backend, shard=self.shard, **options)
+        self.whole = Sampler(vocab_size, 256, self.device, backend="eager", **options)
+        self.split = Sampler(vocab_size, 256, self.device, backend=backend, shard=self.shard, **options)
         self.rows = 0
 
     def columns(self, rows: Tensor) -> Tensor:
@@ -100,6 +111,7 @@ class Pair:
 
     def call(self, method: str, plans: tuple[Plan, Plan], logits: Tensor, *args: Any, **options: Any) -> Any:
         """What a method returns for whole rows, compared with what it returns for columns."""
+        logits, args, options = tree_map_only(Tensor, lambda each: each.to(self.device), (logits, args, options))
         whole = getattr(self.whole, method)(plans[0], logits, *_of(0, args), **_of(0, options))
         columns = {
             name: self.columns(each) if name in ROW_TENSORS and each is not None else each
@@ -165,6 +177,28 @@ def every_mode(vocab_size: int, sizes: Sequence[int], count: int, dtypes: Sequen
             options |= {"backend": "eager", "draw_index": 2, "vocab_size": vocab_size}
             whole = functional.sample(logits, **options)
             same(whole, functional.sample(pair.columns(logits), shard=pair.shard, **options))
+
+
+def captured(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Draws in each mode and a verification from captured variants, several batches each, some of which are padded."""
+    verifications = [Verification("match", 2), Verification("rejection", 2, "probabilities")]
+    wanted = Logprobs(of="filtered", boundary=True)
+    options = {"buckets": [1, 8, 32], "verifications": verifications, "captured_logprobs": [wanted]}
+    pair = Pair(vocab_size, sizes, backend="graph", **options)
+    pair.split.warmup()
+    for name, laws in LAWS_OF_MODES.items():
+        slots = [pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(32)]
+        for count, seed in itertools.product((1, 5, 8, 30, 32), range(2)):
+            plans, logits = pair.plans(slots[:count], name), rows_like(count, vocab_size, seed)
+            pair.call("sample", plans, logits, torch.arange(count) + seed)
+            pair.call("sample", plans, logits, torch.arange(count) + seed, logprobs=wanted)
+        verified, drafts = pair.plans(slots[:8], num_drafts=[2] * 8), torch.randint(0, vocab_size, (8, 2))
+        for rule, law in (("match", None), ("rejection", rows_like(16, vocab_size, 3).nan_to_num(0.0).softmax(-1))):
+            pair.call("verify", verified, rows_like(24, vocab_size, 1), drafts, torch.arange(8), rule, draft_probs=law)
+        for slot in slots:
+            pair.whole.remove_request(slot)
+            pair.split.remove_request(slot)
+    assert pair.split.statistics().replays > 100
 
 
 def every_law(vocab_size: int, sizes: Sequence[int]) -> None:

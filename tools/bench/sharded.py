@@ -48,10 +48,11 @@ class Ranks:
         count, rank = dist.get_world_size(), dist.get_rank()
         ends = [self.vocab_size * n // count for n in range(count + 1)]
         self.shard = VocabularyShard(ends[rank], ends[rank + 1])
-        backend = "compiled" if options.device == "cuda" else "eager"
+        compiles = options.device == "cuda" and not options.leave  # within its timeout
+        backend = "compiled" if compiles else "eager"
         self.split = Sampler(self.vocab_size, self.most, self.device, backend=backend, shard=self.shard)
         self.whole = Sampler(self.vocab_size, self.most, self.device, backend=backend)
-        if options.device == "cuda":
+        if compiles:
             modes = sorted({self.whole.mode_for(CASES[case].params).name for case in options.cases})
             for sampler in (self.whole, self.split):
                 sampler.warmup(modes=modes)

@@ -17,7 +17,7 @@ def test_three_ranks_return_what_one_does():
         (ranks.every_mode, 300, sizes, 24, (F32, BF16)),
         (ranks.every_law, 300, sizes),
         (ranks.every_rule, 300, sizes),
-        (ranks.every_edit, 129, (40, 60, 29)),
+        (ranks.every_edit, 129, (60, 0, 69)),
         (ranks.a_replay, 300, sizes),
     )
 
@@ -52,3 +52,10 @@ def test_a_shard_needs_a_process_group():
         Sampler(5, 1, shard=(0, 5))
     with pytest.raises(ValueError, match="check_plans must be False without a shard"):
         Sampler(5, 1, check_plans=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_replay_what_one_draws():
+    questions = (ranks.captured, 5000, (2000, 3000)), (ranks.every_rule, 300, (140, 160))
+    ranks.asked(2, *questions, timeout_s=900, backend="nccl")
