@@ -20,7 +20,8 @@ from compiled_sampler.core.stage import Run, call, lists
 from compiled_sampler.scalars import is_int
 
 Results = TypeVar("Results")
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+_all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+"""The first name from torch 2.13 on; none in a build without collectives."""
 
 
 @dataclass(frozen=True, eq=False)
