@@ -24,6 +24,7 @@ from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.modes import Mode, Verification
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.replay import replay
+from compiled_sampler.shard import VocabularyShard
 
 __all__ = [
     "STREAM_VERSION",
@@ -46,6 +47,7 @@ __all__ = [
     "Verification",
     "VerifyInputs",
     "VerifyOutputs",
+    "VocabularyShard",
     "replay",
 ]
 

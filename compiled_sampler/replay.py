@@ -8,12 +8,15 @@ above an absolute place. A trainer with other weights needs the set itself, see 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.core.order import indices, is_visible, last_of, reaches
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.shard import VocabularyShard
 
 _NO_BOUNDARY = -1  # of padding and of rows that are all masked; no packed key has these bits
 
@@ -25,6 +28,7 @@ def replay(
     boundary: Tensor,
     *,
     dtype: torch.dtype = torch.float64,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The logprobs of tokens in the law that they were drawn from, and the tokens of that law.
 
@@ -49,6 +53,9 @@ def replay(
         boundary: int64 ``[R]``, from ``LogprobOutputs.boundary``.
         dtype: that the logprobs are computed in. float64 is within 2e-6 of the sampler's "filtered" logprobs; float32
             takes half the memory. No other one.
+        shard: of the columns that ``edited_logits`` are, of a head that is split over ranks; all else is the same on
+            every rank. Logprobs are too, within the rounding of a sum in another order; the kept set has the shard's
+            columns. Each rank takes the gradient of the same loss, and gets that of its own columns.
 
     Returns:
         Logprobs ``[R]`` of ``dtype``, -inf for tokens that are not kept; and the kept set, bool ``[R, V]``.
@@ -61,41 +68,73 @@ def replay(
     _check(edited_logits, params, token_ids, boundary)
     if dtype not in (torch.float64, torch.float32):
         raise TypeError(f"dtype must be torch.float64 or torch.float32, got {dtype!r}; logprobs are computed in it")
-    x = edited_logits.to(torch.float32)
-    kept = kept_from_boundary(x.detach(), boundary)
-    has_law = kept.any(-1, keepdim=True)
-    in_law = torch.where(has_law, kept & _likely(x.detach(), kept), True)  # a row without a law gets no NaN
-    scaled = _below_largest(x, in_law, dtype) * _inverse_temperatures(params, x).to(dtype)[:, None]
-    law = torch.where(in_law, scaled, float("-inf")).log_softmax(-1)
-    ids = token_ids.to(torch.int64)[:, None]
+    x, width, start = edited_logits.to(torch.float32), edited_logits.shape[1], 0 if shard is None else shard.start
+    x = x if width else F.pad(x, (0, 1), value=float("-inf"))  # of a shard without a token
+    ids = token_ids.to(torch.int64)[:, None] - start
+    kept = kept_from_boundary(x.detach(), boundary, start)
+    has_law = _any(kept, shard)
+    in_law = torch.where(has_law, kept & _likely(x.detach(), kept, shard), True)  # a row without a law gets no NaN
+    scaled = _below_largest(x, in_law, dtype, shard) * _inverse_temperatures(params, x).to(dtype)[:, None]
+    law = torch.where(in_law, scaled, float("-inf"))
     is_token = (ids >= 0) & (ids < x.shape[1])
     index = torch.where(is_token, ids, 0)
-    is_kept = is_token & has_law & in_law.gather(1, index)
-    return torch.where(is_kept, law.gather(1, index), float("-inf"))[:, 0], kept
+    if shard is None:
+        logprobs = law.log_softmax(-1).gather(1, index)
+        is_kept = is_token & has_law & in_law.gather(1, index)
+    else:
+        is_own = is_token & in_law.gather(1, index)
+        own = torch.where(is_own, law.gather(1, index), 0.0)
+        summed = torch.stack([own, law.exp().sum(-1, keepdim=True)])
+        token, total = _TotalOverRanks.apply(summed, shard).unbind()  # type: ignore[no-untyped-call]
+        logprobs, is_kept = token - total.log(), has_law & _any(is_own, shard)
+    return torch.where(is_kept, logprobs, float("-inf"))[:, 0], kept[:, :width]
 
 
-def kept_from_boundary(x: Tensor, boundary: Tensor) -> Tensor:
+class _TotalOverRanks(torch.autograd.Function):
+    """The sum over ranks, all of which take the gradient of one loss: that of a summand is that of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, shard: VocabularyShard) -> Tensor:
+        """The sum."""
+        return shard.total(values.clone())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """The gradient as it is."""
+        return grad, None
+
+
+def _any(mask: Tensor, shard: VocabularyShard | None) -> Tensor:
+    """Whether a token of the row is in a mask, ``[R, V]`` or the columns of a shard: bool ``[R, 1]``."""
+    found = mask.any(-1, keepdim=True)
+    return found if shard is None else shard.maximum(found.to(torch.int64)) > 0
+
+
+def kept_from_boundary(x: Tensor, boundary: Tensor, start: int = 0) -> Tensor:
     """Mask of the visible tokens that stand no later in the order than the boundary: bool ``[R, V]``.
 
     Args:
         x: float32 ``[R, V]``, logits after edits.
         boundary: int64 ``[R]``.
+        start: the token id of the first column.
     """
     last = last_of(boundary[:, None], by_key=True)
-    stands_before = reaches(x, indices(x.shape[1], x.device), last)
+    stands_before = reaches(x, indices(x.shape[1], x.device) + start, last)
     return is_visible(x) & stands_before & (boundary != _NO_BOUNDARY)[:, None]
 
 
-def _likely(x: Tensor, kept: Tensor) -> Tensor:
+def _likely(x: Tensor, kept: Tensor, shard: VocabularyShard | None) -> Tensor:
     """Mask of the tokens that can have a probability: all, but beside a ``+inf`` token only those."""
     infinite = kept & (x == float("inf"))
-    return infinite | ~infinite.any(-1, keepdim=True)
+    return infinite | ~_any(infinite, shard)
 
 
-def _below_largest(x: Tensor, in_law: Tensor, dtype: torch.dtype) -> Tensor:
+def _below_largest(x: Tensor, in_law: Tensor, dtype: torch.dtype, shard: VocabularyShard | None) -> Tensor:
     """Logits of the law less the largest of them, ``[R, V]`` at most 0, which no temperature makes infinite; else 0."""
     is_finite = in_law & x.detach().isfinite()
     largest = torch.where(is_finite, x.detach(), float("-inf")).amax(-1, keepdim=True)
+    if shard is not None:
+        largest = shard.maximum(largest)
     return torch.where(is_finite, x.to(dtype) - largest.to(dtype), 0.0)
 
 

@@ -45,7 +45,7 @@ EDIT_STAGES = ("edits.masks", "edits.custom", "edits.stops", "edits.recording")
 EDITS = ("edits", *EDIT_STAGES)
 PASSES = (*CORE, "passes")
 STAGES = (*PASSES, "exact", "exact.triton", "speculation")
-PIPELINE = (*STAGES, *EDITS, "pipeline", "pipeline.schedule")
+PIPELINE = (*STAGES, *EDITS, "pipeline", "pipeline.schedule", "shard")
 LOWERING = (*PIPELINE, "lowering")
 PUBLIC = (*LOWERING, "engine", "public")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
@@ -70,12 +70,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "exact": (*PASSES, "exact.triton"),
     "speculation": (*PASSES, *EDITS),
     "pipeline.schedule": (*CORE, "edits", "passes", "exact.triton"),
-    "pipeline": (*STAGES, *EDITS, "pipeline.schedule"),
+    "shard": ("scalars", "core"),
+    "pipeline": (*STAGES, *EDITS, "pipeline.schedule", "shard"),
     "lowering.stages": (*STAGES, *EDITS, "pipeline.schedule"),
     "lowering.inductor": ("lowering.stages",),
     "lowering.compiling": ("logit_edit", "pipeline.schedule", "lowering.stages", "lowering.inductor"),
     "lowering": (*PIPELINE, "lowering.stages", "lowering.inductor", "lowering.compiling"),
-    "engine.boundary": (*DATA, "lowering.inductor"),
+    "engine.boundary": (*DATA, "lowering.inductor", "shard"),
     "engine": (*LOWERING, "lowering.stages", "lowering.inductor", "graph_cache", "engine.boundary"),
     "public": (*PUBLIC, "replay"),
     "functional": (*LOWERING, "engine", "engine.boundary"),

@@ -45,3 +45,8 @@ def fuses(run: Run) -> bool:
     """Whether stages become fused kernels, so that what is inside of one never reaches memory."""
     # Eager torch writes every intermediate tensor of a stage.
     return bool(getattr(run, "fuses", False))
+
+
+def lists(run: Run) -> bool:
+    """Whether stages are only listed, to be compiled: the host must not wait for other processes then."""
+    return bool(getattr(run, "lists", False))

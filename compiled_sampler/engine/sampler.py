@@ -31,6 +31,7 @@ from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_layout import checked_sizes
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.logprob_tables import LogprobTables
+from compiled_sampler.engine.requests.slots import new_seed
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import SamplerStatistics, StepRun, StepRunner
 from compiled_sampler.engine.verification import Verifier, VerifyCall
@@ -38,6 +39,7 @@ from compiled_sampler.logit_edit import LogitEdit
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering.compiled_stages import Progress
 from compiled_sampler.modes import MOST_DRAFTS, Verification, mode_table, probabilities_mode
+from compiled_sampler.shard import VocabularyShard
 from compiled_sampler.speculation.row_layout import entries_of_rows
 from graph_cache import BucketLadder
 
@@ -73,6 +75,12 @@ class Sampler(RequestHolder):
         captured_logprobs: what calls ask for that ``warmup`` prepares ``sample`` and ``verify`` for, with each of
             ``captured_edits`` and without. Calls that ask for anything else run compiled, but not captured.
         edits: edits that the user wrote, in the order in which they act; requests name theirs in ``extra_args``.
+        shard: this rank's columns of a vocabulary that is split over ranks; None for whole rows. The sampler is then
+            made and called alike on every rank, and every rank gets the results of whole rows, bit for bit. Logits,
+            probabilities of drafts and targets, and what ``probs`` and ``edited_logits`` return have the shard's
+            columns alone; masks and ``edit_inputs`` have those of V tokens. Seeds of None are the same on every rank.
+        check_plans: whether ``plan`` compares its batch with that of the other ranks, which waits for them: for tests
+            of an engine whose ranks may disagree.
 
     Attributes:
         vocab_size, max_num_requests, logits_dtype, top_p_base, device: as above, the device with its index.
@@ -103,10 +111,15 @@ class Sampler(RequestHolder):
         captured_edits: Iterable[Collection[str]] = (),
         captured_logprobs: Iterable[Logprobs] = (),
         edits: Iterable[LogitEdit] = (),
+        shard: VocabularyShard | None = None,
+        check_plans: bool = False,
     ) -> None:
         self.vocab_size, self.max_num_requests = settings.checked_sizes(vocab_size, max_num_requests)
         settings.check_choices(logits_dtype, backend, top_p_base, probabilities)
         settings.check_generator(default_generator)
+        columns = settings.checked_columns(shard, check_plans, self.vocab_size)
+        if shard is not None and default_generator is None:
+            default_generator = torch.Generator().manual_seed(shard.told(new_seed(None) >> 1)[0])
         device = torch.empty(0, device=settings.checked_device(device)).device
         length = settings.checked_history_len(history_len)
         custom_edits = checked_custom_edits(edits, self.vocab_size, length)
@@ -117,13 +130,13 @@ class Sampler(RequestHolder):
         super().__init__(modes, most, device, default_generator, slots, sizes[-1])
         self.logits_dtype, self.top_p_base = logits_dtype, top_p_base
         self.backend = {"auto": "graph" if device.type == "cuda" else "compiled"}.get(backend, backend)
-        self._logits = RowFormat(self.vocab_size, logits_dtype, device)
+        self._logits, self._checked_by = RowFormat(columns, logits_dtype, device), shard if check_plans else None
         ways = settings.checked_verifications(verifications)
         width = settings.checked_cache_len(draft_cache_len, ways)
-        self._draft_cache = DraftCache(most, width, *self._logits) if width else None
+        self._draft_cache = DraftCache(most, width, self.vocab_size, logits_dtype, device) if width else None
         tables = LogprobTables(self._requests.staged.processed_scale)
         self._runner = StepRunner(
-            self.backend, modes, self._requests, logits_dtype, sizes, most, self._draft_cache, slots, tables
+            self.backend, modes, self._requests, logits_dtype, sizes, most, self._draft_cache, slots, tables, shard
         )
         logprobs = settings.checked_logprobs(captured_logprobs, self.vocab_size)
         edit_sets = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
@@ -141,6 +154,33 @@ class Sampler(RequestHolder):
             f"logits_dtype={self.logits_dtype}, backend={self.backend!r}, top_p_base={self.top_p_base!r}, "
             f"num_free_slots={self.num_free_slots})"
         )
+
+    def plan(
+        self,
+        slots: Sequence[int],
+        mode: str | None = None,
+        num_drafts: Sequence[int] | None = None,
+        *,
+        edits: Collection[str] | None = None,
+    ) -> Plan:
+        """As ``RequestHolder.plan``; with ``check_plans`` it is compared with the plans of the other ranks.
+
+        Raises:
+            RuntimeError: also on every rank, if the ranks disagree.
+        """
+        if self._checked_by is None:
+            return super().plan(slots, mode, num_drafts, edits=edits)
+        told: Any = None
+        try:
+            plan = super().plan(slots, mode, num_drafts, edits=edits)
+            requests = [(slot, self._requests.params[slot]) for slot in plan.slots if slot >= 0]
+            told = plan.slots, plan.mode.name, plan.num_drafts, plan.edits, repr(requests)
+        finally:  # also if there is none on this rank, so that no other rank waits for it
+            every = self._checked_by.told(told)
+        if any(other != told for other in every):
+            shown = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(every))
+            raise RuntimeError(f"ranks must plan the same batch, got {shown}; add and plan requests in one order")
+        return plan
 
     def sample(
         self,
@@ -300,7 +340,7 @@ class Sampler(RequestHolder):
         number = 0 if coupled or self._draft_cache is None else self._draft_cache.claim(plan, offset)
         drawn: SampleOutputs = run(plan, tensors, None)
         is_held = not coupled and not number
-        law = draft_logits[:, : self.vocab_size].detach().clone() if is_held else None
+        law = draft_logits[:, : self._logits.vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)
 
     def _repeated(self, number: int, count: int) -> Tensor:
@@ -450,7 +490,7 @@ class Sampler(RequestHolder):
         results: Any = None if out is None else ProbabilityOutputs(out)
         if results is not None:
             read = (logits, *edit_tensors.values(), *plan.device_tensors, *self._custom.states.every, positions)
-            check_outputs(results, ProbabilityOutputs, plan.num_rows, self.vocab_size, self.device, read)
+            check_outputs(results, ProbabilityOutputs, plan.num_rows, self._logits.vocab_size, self.device, read)
         step = Step("probabilities", plan.mode, edits=edits)
         tensors = _tensors_by_row(plan, logits, positions, edit_tensors)
         results = self._runner.run(step, plan, tensors, results)

@@ -78,17 +78,16 @@ class Step:
         """Whether it reads how many drafts each request has."""
         return self.kind == "verify"
 
-    def inputs(self, logits_dtype: torch.dtype) -> dict[str, BufferSpec]:
-        """The inputs of the callable by name."""
-        vocab_size = self.mode.vocab_size
+    def inputs(self, logits_dtype: torch.dtype, columns: int) -> dict[str, BufferSpec]:
+        """The inputs of the callable by name; ``columns`` of logits, V or those of a shard."""
         row_dtype = torch.float32 if self.mode.from_probabilities else logits_dtype
         inputs = {
-            "logits": BufferSpec((vocab_size,), row_dtype, 0.0, self.width + 1),
+            "logits": BufferSpec((columns,), row_dtype, 0.0, self.width + 1),
             "slots": BufferSpec((), torch.int64, -1, also=_ALSO, on_host=True),
             "positions": BufferSpec((), torch.int64, 0, also=_ALSO),
         }
         if MASK in self.edits:
-            inputs[MASK] = BufferSpec((-(-vocab_size // 32),), torch.int32, -1, self.width + 1)
+            inputs[MASK] = BufferSpec((-(-self.mode.vocab_size // 32),), torch.int32, -1, self.width + 1)
         if self.reads_draw_index:
             inputs["draw_index"] = BufferSpec((), torch.int64, 0, also=_ALSO)
         if self.kind == "draft":
@@ -98,7 +97,7 @@ class Step:
             inputs["draft_token_ids"] = BufferSpec((self.width,), torch.int64, -1, also=_ALSO)
             if self.mode.drafts not in ("one_hot", CACHE):
                 dtype = torch.float32 if self.mode.drafts == "probabilities" else logits_dtype
-                inputs["proposals"] = BufferSpec((vocab_size,), dtype, 0.0, self.width, ragged=True)
+                inputs["proposals"] = BufferSpec((columns,), dtype, 0.0, self.width, ragged=True)
         return inputs
 
     def buffer(self, name: str) -> str:

@@ -29,10 +29,12 @@ from compiled_sampler.pipeline.chunks import in_history_chunks
 from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.logprobs import logprobs_of
-from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import Schedule, is_gpu, schedule_for
+from compiled_sampler.pipeline.sharded import drawing_in
 from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.pipeline.verify_rows import edited_inputs, edited_verify_inputs, emitted_logprobs, with_logprobs
+from compiled_sampler.shard import VocabularyShard
 from compiled_sampler.speculation.reference import verify
 from graph_cache import copy_tensors
 
@@ -60,8 +62,9 @@ class StepExecutor:
         edits: EditSlots,
         logprobs: LogprobTables,
         vocab_size: int,
+        shard: VocabularyShard | None = None,  # of the columns that logits and proposals have
     ) -> None:
-        self._is_definition, self._requests = is_definition, requests
+        self._is_definition, self._requests, self._shard = is_definition, requests, shard
         self._run: Run = call if stages is None else stages
         self._drafts, self._edits, self._logprobs = drafts, edits, logprobs
         with torch.inference_mode(False):
@@ -78,6 +81,10 @@ class StepExecutor:
         **edit_tensors: Tensor,
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
+        if self._shard is not None and not self._takes_columns(step):
+            logits = self._shard.whole_rows(logits, step.mode.vocab_size, self._run)
+            if proposals is not None:
+                proposals = self._shard.whole_rows(proposals, step.mode.vocab_size, self._run)
         table, edits, stops, noise, logprobs = self.table_of(step), None, None, None, None
         if step.edits:
             noise = self._edits.noise(step.edits)
@@ -103,7 +110,20 @@ class StepExecutor:
             self._drafts.write(logits, inputs.slots, inputs.offsets, self._run)
         return results
 
+    def _takes_columns(self, step: Step) -> bool:
+        """Whether a step draws from the columns of a shard; others take whole rows."""
+        if self._is_definition or step.mode.from_probabilities or (step.kind == "draft" and self._drafts is not None):
+            return False
+        return step.kind in ("sample", "draft") or (step.kind == "verify" and step.mode.matches_drafts)
+
     def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
+        results = self._computed_rows(step, inputs)
+        if self._shard is None or step.has_tokens:
+            return results
+        (rows,) = results  # of probabilities, or edited logits
+        return type(results)(self._shard.own(rows, step.mode.vocab_size).contiguous())
+
+    def _computed_rows(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
         if isinstance(inputs, SampleInputs) and step.kind == "edited_logits":
             edited = edited_step(step.mode, inputs, self._run)
             is_uncovered = idle_status(inputs.table, inputs.slots) == int(RowStatus.NOT_COVERED)
@@ -111,10 +131,14 @@ class StepExecutor:
             return edited
         if self._is_definition:
             return by_definition(step.kind, step.mode, inputs)
+        if not isinstance(inputs, VerifyInputs) and step.kind == "probabilities":
+            return probability_step(step.mode, inputs, self._run)
+        draw = edit_and_draw
+        if self._shard is not None and self._takes_columns(step):
+            draw = drawing_in(self._shard)
         if isinstance(inputs, VerifyInputs):
-            return verify_step(step.mode, inputs, self._run)
-        compute = probability_step if step.kind == "probabilities" else sample_step
-        return compute(step.mode, inputs, self._run)
+            return verify_step(step.mode, inputs, self._run, draw)
+        return sample_step(step.mode, inputs, self._run, draw)
 
     def _recorded(self, inputs: SampleInputs, drawn: SampleOutputs) -> SampleOutputs:
         """The draws of a step, written into the history, and which of them end their requests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from compiled_sampler.lowering.stages.stage_call import TensorSpec
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.schedule import warmup_batches
+from compiled_sampler.shard import VocabularyShard
 from graph_cache import BufferSpec, CacheStatistics, GraphCache, copy_tensors
 
 
@@ -79,9 +81,11 @@ class StepRunner:
         drafts: DraftCache | None,
         edits: EditSlots,
         logprobs: LogprobTables,
+        shard: VocabularyShard | None = None,
     ) -> None:
-        self.backend, self._modes, self._dtype = backend, modes, logits_dtype
+        self.backend, self._modes, self._dtype, self._shard = backend, modes, logits_dtype, shard
         self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, requests.staged.mirror.there.device
+        self._columns = self._vocab_size if shard is None else shard.width(self._vocab_size)  # of logits
         self._edits, self._logprobs, self.custom = edits, logprobs, edits.custom
         self._stages = None if backend in ("eager", "reference") else CompiledStages()
         self._cache = GraphCache(self._device, buckets, mirror=requests.staged.mirror)
@@ -91,7 +95,7 @@ class StepRunner:
         self._chosen: dict[Any, Step] = {}  # of 75 registered steps a choice takes 50 us, of a verification 320
         self._staged = requests.staged
         self._executor = StepExecutor(
-            backend == "reference", requests, self._stages, drafts, edits, logprobs, self._vocab_size
+            backend == "reference", requests, self._stages, drafts, edits, logprobs, self._vocab_size, shard
         )
         for mode in modes:
             self._register(Step("sample", mode))
@@ -105,7 +109,7 @@ class StepRunner:
         # It serves other plans of the same shape, and tensors of the same layouts and addresses, until ``generation``
         # changes, and only inside or only outside of a capture.
         if not plan.slots:
-            return partial(_run_nothing, step, self._device)
+            return partial(_run_nothing, step, self._device, self._columns)
         is_exact = not plan.has_planned_slots  # another step might serve other requests
         step = step if is_exact else self._registered_for(step)
         if self.backend != "graph" or step.name not in self._registered:
@@ -233,7 +237,9 @@ class StepRunner:
                 raise ValueError(f"{name} must have the form of a prepared step; Sampler(verifications=...)")
             read |= dict.fromkeys(names, tensor)
         written = {
-            step.name: out for step in steps if out is not None and has_form(out, _run_nothing(step, self._device))
+            step.name: out
+            for step in steps
+            if out is not None and has_form(out, _run_nothing(step, self._device, self._columns))
         }
         outs = {id(each): each for each in ({**self._cache.bound_outs, **written}).values()}
         for each in (outs if out is None else {**outs, id(out): out}).values():
@@ -280,13 +286,14 @@ class StepRunner:
         covers = [peer.name for peer in peers if step.covers(peer)]
         called = self._call_buffers if step.logprobs is None else self._call_flat
         self._executor.table_of(step)  # made before any capture
-        self._cache.register(step.name, partial(called, step), inputs, covers=covers, most_copied=step.most_copied)
+        most_copied = step.most_copied if self._shard is None else math.inf  # every rank takes the same route
+        self._cache.register(step.name, partial(called, step), inputs, covers=covers, most_copied=most_copied)
         self._registered[step.name] = step
 
     def _inputs(self, step: Step) -> dict[str, BufferSpec]:
         """The inputs of a step by name, those of the user's edits too."""
         of_edits = () if step.mode.from_probabilities else step.edits
-        return {**step.inputs(self._dtype), **self.custom.buffers(of_edits, step.width + 1)}
+        return {**step.inputs(self._dtype, self._columns), **self.custom.buffers(of_edits, step.width + 1)}
 
     def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
         return self._executor(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
@@ -313,11 +320,13 @@ class StepRunner:
         return {**padding, "logits": bound[:rows]} if is_bound and bound is not None else padding
 
 
-def _run_nothing(step: Step, device: torch.device, plan: Any = None, tensors: Any = None, out: Any = None) -> Any:
+def _run_nothing(
+    step: Step, device: torch.device, columns: int, plan: Any = None, tensors: Any = None, out: Any = None
+) -> Any:
     """The results of a batch without requests."""
     if out is not None:
         return out
-    kind, columns = OUTPUTS[step.kind], step.width + 1 if step.kind == "verify" else step.mode.vocab_size
+    kind, columns = OUTPUTS[step.kind], step.width + 1 if step.kind == "verify" else columns
     return empty_outputs(kind, columns, device, has_edits=step.has_tokens and bool(step.edits), logprobs=step.logprobs)
 
 

@@ -134,7 +134,7 @@ class Verifier:
         check_drafts(call.token_ids, count, plan.width, plan.num_proposals, device)
         if not mode.from_probabilities:
             custom.check_given(plan.edits, call.edit_tensors, plan.num_rows, device)
-        check_logprobs(call.logprobs, form.vocab_size)
+        check_logprobs(call.logprobs, mode.vocab_size)
         check_has_boundary(call.edits, call.logprobs)
         if out is not None:
             tensors = (call.target, call.token_ids, call.positions, *proposals.tensors, *call.edit_tensors.values())

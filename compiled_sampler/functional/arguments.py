@@ -17,12 +17,13 @@ from compiled_sampler.core.row_table import RowInputs, RowTable, in_float64, row
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.engine.boundary.arguments import checked_draw_index
 from compiled_sampler.engine.boundary.settings import LOGITS_DTYPES
-from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor
+from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_logits, check_tensor
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import CAPACITIES, MAX_VOCAB_SIZE, TOP_P_BASES, Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import as_int64, check_choice, checked_int
+from compiled_sampler.shard import VocabularyShard, check_shard
 
 FloatOrRows = float | Tensor
 IntOrRows = int | Tensor
@@ -60,6 +61,19 @@ def checked_rows(logits: Tensor, vocab_size: int | None, name: str = "logits") -
     if logits.stride(1) != 1 and logits.shape[1] > 1:
         raise ValueError(f"{name} must have column stride 1, got strides {logits.stride()}; call .contiguous()")
     return logits.detach(), RowFormat(size, logits.dtype, logits.device)
+
+
+def shard_rows(logits: Tensor, vocab_size: int | None, shard: VocabularyShard) -> tuple[Tensor, RowFormat]:
+    """Logits ``[R, >= width]`` of a shard, and the format of whole rows."""
+    check_shard(shard, 0 if vocab_size is None else checked_int("vocab_size", vocab_size))
+    size = shard.size if vocab_size is None else int(vocab_size)
+    if not 1 <= size <= MAX_VOCAB_SIZE:
+        raise ValueError(f"vocab_size must be in [1, {MAX_VOCAB_SIZE}], got {size}; count the tokens of the model")
+    form = RowFormat(size, logits.dtype, logits.device) if isinstance(logits, Tensor) else None
+    if form is None or form.dtype not in LOGITS_DTYPES:
+        return checked_rows(logits, None)  # raises
+    check_logits(logits, None, form._replace(vocab_size=shard.width(size)))
+    return logits.detach(), form
 
 
 def chosen_mode(name: str | None, vocab_size: int, top_p_base: str, parameters: Parameters) -> Mode:

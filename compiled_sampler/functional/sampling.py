@@ -18,9 +18,12 @@ from compiled_sampler.functional.arguments import (
     known_keywords,
     parameter_rows,
     run_of,
+    shard_rows,
 )
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
+from compiled_sampler.pipeline.sharded import drawing_in
+from compiled_sampler.shard import VocabularyShard
 
 
 @known_keywords
@@ -38,6 +41,7 @@ def sample(
     vocab_size: int | None = None,
     top_p_base: str = "top_k",
     backend: str = "auto",
+    shard: VocabularyShard | None = None,
 ) -> SampleOutputs:
     """One token for every row: the bits that ``Sampler.sample`` draws for a request with these parameters.
 
@@ -58,9 +62,11 @@ def sample(
         mode: name of a mode of ``Sampler.modes``, for tensors whose values are known to need no more; a row that it
             does not cover is ``NOT_COVERED``. None takes the cheapest that covers the numbers and any values of
             tensors.
-        vocab_size: V; None takes all columns.
+        vocab_size: V; None takes all columns, with ``shard`` those of all ranks.
         top_p_base: as for ``Sampler``.
         backend: "auto" and "compiled" compile at the first call; "eager" is plain torch.
+        shard: as for ``Sampler``: logits are ``[R, >= width]`` of this rank's columns, all else is the same on every
+            rank, as are the results.
 
     Returns:
         New tensors on the device of the logits.
@@ -69,7 +75,10 @@ def sample(
         RuntimeError: a capture needs a kernel that was never compiled.
         TypeError, ValueError: a wrong dtype, shape, device or number.
     """
-    logits, form = checked_rows(logits, vocab_size)
+    if shard is None:
+        logits, form = checked_rows(logits, vocab_size)
+    else:
+        logits, form = shard_rows(logits, vocab_size, shard)
     parameters = Parameters(seeds, positions, temperature, top_k, top_p, min_p)
     static = chosen_mode(mode, form.vocab_size, top_p_base, parameters)
     run, count = run_of(backend), logits.shape[0]
@@ -77,7 +86,8 @@ def sample(
         return empty_outputs(SampleOutputs, 0, form.device)
     rows, row_positions = parameter_rows(static, parameters, count, form.device, run)
     draws = draw_index_rows(draw_index, count, form.device)
-    drawn = sample_step(static, SampleInputs(logits, rows.slots, row_positions, rows.table, draw_index=draws), run)
+    inputs = SampleInputs(logits, rows.slots, row_positions, rows.table, draw_index=draws)
+    drawn = sample_step(static, inputs, run, None if shard is None else drawing_in(shard))
     return run(marked, drawn, rows.slots)
 
 

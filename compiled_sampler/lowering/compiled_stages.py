@@ -100,6 +100,11 @@ class CompiledStages:
         return found(*tensors)
 
     @property
+    def lists(self) -> bool:
+        """Whether stages are listed now: ``stage.lists``."""
+        return self._listing is not None
+
+    @property
     def compares(self) -> bool:
         """Whether each compiled stage is compared with eager torch before it is used."""
         return not is_known() or os.environ.get(VARIABLE) == "1"

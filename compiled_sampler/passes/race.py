@@ -99,11 +99,28 @@ def draw_from_blocks(
     by_bits: bool = False,
 ) -> SampleOutputs:
     """The winner of the race, ``[R]``; where blocks do not name their tokens, the best block is read again."""
+    race = logits, blocks, rows, row_max, last
+    best = best_from_blocks(*race, vocab_size=vocab_size, block=block, by_bits=by_bits)
+    return tokens_from_packed(*best, rows.idle)
+
+
+def best_from_blocks(
+    logits: AnyLogits,
+    blocks: BlockMaxima,
+    rows: RowParams,
+    row_max: Tensor | None,
+    last: Last | None,
+    *,
+    vocab_size: int,
+    block: int,
+    by_bits: bool,
+) -> tuple[Tensor, Tensor]:
+    """The best packed (score key, id) of each row, int64 ``[R]``, and its ``nan_bits``; as ``draw_from_blocks``."""
     if blocks.token_ids is not None:
-        return tokens_from_packed(*best_named(blocks), rows.idle)
+        return best_named(blocks)
     x, ids = best_block(logits, blocks.keys, vocab_size, block)
     key = admitted_key(x, ids, rows, row_max, last, by_key=not by_bits)
-    return tokens_from_packed(pack(key, ids).amax(-1), widened(blocks.nan_bits, block).amax(-1), rows.idle)
+    return pack(key, ids).amax(-1), widened(blocks.nan_bits, block).amax(-1)
 
 
 def first_from_blocks(

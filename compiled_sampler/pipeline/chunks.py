@@ -45,7 +45,7 @@ def in_chunks_to(ends: Sequence[int], step: Callable[..., Result], *rows: Any) -
     results: Any = None
     first = 0
     for end in ends:
-        part = step(*_part(rows, first, end))
+        part = step(*part_of(rows, first, end))
         results = _room(part, ends[-1]) if results is None else results
         _write(results, part, first, end)
         first = end
@@ -65,13 +65,13 @@ def _num_rows(rows: Any) -> int:
     return rows.shape[0]
 
 
-def _part(rows: Any, first: int, end: int) -> Any:
+def part_of(rows: Any, first: int, end: int) -> Any:
     """Views of the rows of a chunk."""
     if isinstance(rows, Tensor):
         return rows[first:end]
     if rows is None or isinstance(rows, _BY_SLOT):
         return rows
-    return _same_type(rows, [_part(item, first, end) for item in rows])
+    return _same_type(rows, [part_of(item, first, end) for item in rows])
 
 
 def _room(part: Any, num_rows: int) -> Any:

@@ -15,6 +15,7 @@ these are found depends on the mode:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from torch import Tensor
@@ -41,7 +42,7 @@ from compiled_sampler.exact.row_race import (
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
-from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
+from compiled_sampler.passes.bounds import Leaders, draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.kept import cut_of_drawn, kept_of_token
 from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
 from compiled_sampler.passes.race import (
@@ -65,13 +66,17 @@ from compiled_sampler.pipeline.search import (
     threshold_of,
 )
 
+Draw = Callable[..., SampleOutputs]
+"""``edit_and_draw``, or what draws as it does from logits that are split over ranks."""
 
-def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> SampleOutputs:
+
+def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, draw: Draw | None = None) -> SampleOutputs:
     """One token id, int64, and its status, int32, for every row: ``[R]`` each."""
     schedule = drawing_schedule(mode, inputs.logits, inputs.edits, inputs.logprobs)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets, inputs.draw_index)
     stream, noise = (TARGET, inputs.noise) if inputs.offsets is None else (DRAFT, None)
-    drawn = edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, inputs.logprobs, noise, stream, run)
+    draw = draw or edit_and_draw
+    drawn = draw(schedule, inputs.logits, row_slots, inputs.edits, inputs.logprobs, noise, stream, run)
     if inputs.stops is None:
         return drawn
     ended = run(with_finished, drawn._replace(logprobs=None), inputs.slots, inputs.stops)
@@ -87,11 +92,10 @@ def edit_and_draw(
     noise: NoiseInputs | None,
     stream: int,
     run: Run,
+    noise_slots: RowSlots | None = None,  # ``keyed_by``, where that is known
 ) -> SampleOutputs:
     """One token for every row of logits before edits, with logprobs if asked; in chunks where rows are many."""
-    noise_slots = row_slots  # the positions that key the noise: of the rows, or of a watermark
-    if noise is not None:
-        noise_slots = row_slots._replace(positions=run(noise_positions, row_slots.slots, row_slots.positions, *noise))
+    noise_slots = noise_slots or keyed_by(row_slots, noise, run)
 
     def drawn_chunk(
         logits: Tensor, row_slots: RowSlots, noise_slots: RowSlots, edits: EditInputs | None, given_ids: Tensor | None
@@ -111,6 +115,13 @@ def edit_and_draw(
 
     given_ids = None if logprobs is None else logprobs.given_ids
     return in_chunks(schedule, run, drawn_chunk, logits, row_slots, noise_slots, edits, given_ids)
+
+
+def keyed_by(row_slots: RowSlots, noise: NoiseInputs | None, run: Run) -> RowSlots:
+    """The rows with the positions that key their noise: their own, or those of a watermark."""
+    if noise is None:
+        return row_slots
+    return row_slots._replace(positions=run(noise_positions, row_slots.slots, row_slots.positions, *noise))
 
 
 def draw_tokens(
@@ -145,7 +156,8 @@ def _draw_from_rows(
     filters_min_p = schedule.mode.filters_min_p
     if schedule.races_by_bounds:
         rows = run(gather_rows, row_slots, stream=stream)
-        return _draw_by_bounds(schedule, logits, rows, run, finds_max=finds_max or filters_min_p)
+        leaders, winners = race_by_bounds(schedule, logits, rows, run, finds_max=finds_max or filters_min_p)
+        return run(draw_from_leaders, leaders, winners, rows.idle), leaders.row_max
     if filters_min_p:
         keys = block_maxima(schedule, logits, run).keys
         rows, row_max = run(rows_of_blocks, keys, row_slots, stream=stream)
@@ -159,15 +171,22 @@ def _draw_from_row(
 ) -> SampleOutputs:
     """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race."""
     # The first stage reduces each block of a row to its best score, the second reduces the blocks to the winner.
-    race = schedule.race
-    blocks = run(race_maxima, logits, rows, row_max, last, **race.reduction, names=schedule.names_tokens)
-    return run(draw_from_blocks, logits, blocks, rows, row_max, last, **race.blocks_by_bits)
+    blocks = race_blocks(schedule, logits, rows, row_max, last, run)
+    return run(draw_from_blocks, logits, blocks, rows, row_max, last, **schedule.race.blocks_by_bits)
 
 
-def _draw_by_bounds(
+def race_blocks(
+    schedule: Schedule, logits: AnyLogits, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
+) -> BlockMaxima:
+    """The best score of each block of a row; arguments as ``_draw_from_row``."""
+    static = {**schedule.race.reduction, "names": schedule.names_tokens}
+    return run(race_maxima, logits, rows, row_max, last, **static)
+
+
+def race_by_bounds(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, run: Run, *, finds_max: bool
-) -> tuple[SampleOutputs, Tensor | None]:
-    """The winners of a race over whole rows, ``[R]``, by upper bounds of the scores, and if asked for the maxima."""
+) -> tuple[Leaders, Tensor]:
+    """The best scores of a race over whole rows by upper bounds, and the winners of rows that raced in full."""
     # For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
     # blocks with the largest bounds; rows in which another block may hold the winner race over all their tokens.
     mode, blocks = schedule.mode, schedule.race.blocks
@@ -178,8 +197,7 @@ def _draw_by_bounds(
         bounds = run(race_bounds, logits, rows, **blocks, finds_max=finds_max)
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
     best, _, needs_race, row_max = leaders
-    winners = run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
-    return run(draw_from_leaders, leaders, winners, rows.idle), row_max
+    return leaders, run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
 
 
 def _draw_beyond_candidates(

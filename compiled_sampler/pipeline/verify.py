@@ -31,7 +31,7 @@ from compiled_sampler.passes.maxima import order_maxima_of
 from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.law import chunked_row_law, probability_law, unfiltered_law
-from compiled_sampler.pipeline.sample import edit_and_draw
+from compiled_sampler.pipeline.sample import Draw, edit_and_draw
 from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.verify_chunks import for_several, in_request_chunks
 from compiled_sampler.pipeline.verify_rows import (
@@ -73,20 +73,20 @@ class _Target(NamedTuple):
     """int64 ``[R, C]``, packed keys of the candidates if these hold every token that the filters keep; else None."""
 
 
-def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call) -> VerifyOutputs:
+def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, draw: Draw = edit_and_draw) -> VerifyOutputs:
     """Token ids ``[N, K+1]``, counts and status ``[N]`` of each request: its accepted drafts, then one more token."""
 
     def verified_chunk(inputs: VerifyInputs) -> VerifyOutputs:
-        return for_several(inputs, run, lambda inputs: _verify(mode, inputs, run))
+        return for_several(inputs, run, lambda inputs: _verify(mode, inputs, run, draw))
 
     return in_request_chunks(mode, inputs, run, verified_chunk)
 
 
-def _verify(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
+def _verify(mode: Mode, inputs: VerifyInputs, run: Run, draw: Draw) -> VerifyOutputs:
     """``verify_step`` of all requests at once."""
     schedules = verify_schedules(mode, inputs)
     if mode.matches_drafts:
-        outputs, row_logprobs = _matched(schedules, inputs, run)
+        outputs, row_logprobs = _matched(schedules, inputs, run, draw)
     else:
         with ExitStack() as undo:
             target, proposal = _laws(schedules, inputs, run, undo)
@@ -96,7 +96,9 @@ def _verify(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
     return outputs if row_logprobs is None else with_logprobs(outputs, row_logprobs, inputs, run)
 
 
-def _matched(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> tuple[VerifyOutputs, LogprobOutputs | None]:
+def _matched(
+    schedules: VerifySchedules, inputs: VerifyInputs, run: Run, draw: Draw
+) -> tuple[VerifyOutputs, LogprobOutputs | None]:
     """The outputs of the rule ``match``, and logprobs of rows ``[R]`` if asked for."""
     schedule, slots, drafts = schedules.rows, inputs.slots, inputs.draft_token_ids
     if schedule.mode.from_probabilities:
@@ -107,9 +109,7 @@ def _matched(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> tupl
     else:
         layout = layout_of(schedules, inputs, run)
         row_slots, edits, logprobs = row_slots_of(layout, inputs), inputs.edits, inputs.logprobs
-        draws = edit_and_draw(
-            schedule, inputs.logits, row_slots, edits, logprobs, noise=inputs.noise, stream=TARGET, run=run
-        )
+        draws = draw(schedule, inputs.logits, row_slots, edits, logprobs, noise=inputs.noise, stream=TARGET, run=run)
     tokens = draws._replace(logprobs=None)
     return run(emit_matches, tokens, layout, slots, drafts, vocab_size=schedule.mode.vocab_size), draws.logprobs
 

@@ -6,6 +6,7 @@
     python -m tools.bench --memory [--rows 128 512 4096] [--vocab 151936] [--verify] [--backend eager] [--json FILE]
     python -m tools.bench --edits|--logprobs [--rows 128] [--cases ...] [--dtype float32] [--json FILE]
     python -m tools.bench --host [--rows 1 8 128 256] [--requests 64 512] [--vocab 151936] [--json FILE]
+    torchrun --nproc-per-node 2 -m tools.bench --sharded [--mismatches N] [--json FILE]
     python -m tools.bench --host --device cpu [--rows 1 8 128 256] [--requests 64 512]
 
 With CUDA a cell is the median time of one call inside a replayed graph of many calls, each on logits of its own that
@@ -20,6 +21,7 @@ on the CPU how much of that is Python (tools/bench/python_alone.py).
 ``--edits`` measures what penalties, biases, masks and stops add to a step instead, and ``--logprobs`` what logprobs do
 (tools/bench/additions.py).
 ``--memory`` measures the peak memory of a step in every mode instead (tools/bench/memory.py).
+``--sharded`` measures draws whose vocabulary is split over ranks instead (tools/bench/sharded.py).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
-from tools.bench import additions, host, memory, python_alone
+from tools.bench import additions, host, memory, python_alone, sharded
 from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.cells import Cell, content_of, line_of, merged, stored, stored_peers, tables_of, with_peers
 from tools.bench.runs import run
@@ -59,12 +61,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--memory", action="store_true", help="measure the peak memory of a step in every mode")
     parser.add_argument("--edits", action="store_true", help="measure what edits of logits add to a step")
     parser.add_argument("--logprobs", action="store_true", help="measure what logprobs add to a step")
+    parser.add_argument("--sharded", action="store_true", help="measure draws of a split vocabulary, run by torchrun")
+    parser.add_argument("--mismatches", type=int, default=0, help="with --sharded: count wrong rows among so many")
+    parser.add_argument("--leave", action="store_true", help="with --sharded: let the last rank exit")
     parser.add_argument("--streams", type=int, default=0, help="that launch a kernel first: some slow a graph down")
     parser.add_argument("--backend", default="compiled", choices=["compiled", "eager"])
     parser.add_argument("--json", help="store the cells in this file, after each of them")
     parser.add_argument("--append", action="store_true", help="keep the other cells of that file")
     options = parser.parse_args(argv)
-    whole = [name for name in ("host", "memory", "edits", "logprobs") if getattr(options, name)]
+    whole = [name for name in ("host", "memory", "edits", "logprobs", "sharded") if getattr(options, name)]
     if options.rows is None and not (options.edits or options.logprobs):
         options.rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
     if options.requests is None:
@@ -75,6 +80,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--{whole[0]} must come without --{whole[1]}: each is measured by itself")
     if whole and not options.host and len(options.dtype) > 1:
         parser.error(f"--{whole[0]} must come with one --dtype")
+    if (options.mismatches or options.leave) and not options.sharded:
+        parser.error("--mismatches and --leave must come with --sharded")
     if options.streams and (options.device == "cpu" or not 0 < options.streams <= MOST_STREAMS):
         parser.error(f"--streams must be in [0, {MOST_STREAMS}], and come with --device cuda, got {options.streams}")
     if options.replays and options.device == "cpu":
@@ -128,6 +135,8 @@ def _ran_whole(options: argparse.Namespace) -> bool:
         host.run(options.rows, options.requests, options.vocab[0], options.json)
     elif options.memory:
         memory.run(options)
+    elif options.sharded:
+        sharded.run(options)
     elif options.edits or options.logprobs:
         additions.run(options)
     else:

@@ -10,6 +10,7 @@ from compiled_sampler.edits.names import CONSUMES, EDITS, HISTORY_EDITS, LEAVES,
 from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, MOST_DRAFTS, TOP_P_BASES, Verification
 from compiled_sampler.scalars import check_choice, checked_int
+from compiled_sampler.shard import VocabularyShard, check_shard
 
 BACKENDS = ("auto", "reference", "eager", "compiled", "graph")
 DEVICES = ("cpu", "cuda")
@@ -25,6 +26,17 @@ def checked_sizes(vocab_size: int, max_num_requests: int) -> tuple[int, int]:
     if sizes[0] > MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size must be <= {MAX_VOCAB_SIZE}, got {sizes[0]}; the mass of a row must fit 62 bits")
     return sizes
+
+
+def checked_columns(shard: VocabularyShard | None, check_plans: bool, vocab_size: int) -> int:
+    """The columns that logits have: V without a shard, else those of its tokens."""
+    if shard is not None:
+        check_shard(shard, vocab_size)
+    if not isinstance(check_plans, bool):
+        raise TypeError(f"check_plans must be a bool, got {check_plans!r}; True compares the plans of the ranks")
+    if check_plans and shard is None:
+        raise ValueError("check_plans must be False without a shard, got True; one rank has nobody to compare with")
+    return vocab_size if shard is None else shard.width(vocab_size)
 
 
 def checked_device(device: torch.device | str) -> torch.device:

@@ -1,0 +1,391 @@
+"""Questions to a sampler whose vocabulary is split over gloo processes: each rank compares with whole rows."""
+
+import itertools
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from compiled_sampler import (
+    Draft,
+    LogitEdit,
+    Logprobs,
+    Plan,
+    Sampler,
+    SamplingParams,
+    Verification,
+    VocabularyShard,
+    functional,
+    replay,
+)
+from compiled_sampler.core.filters import KEEP_ALL
+from compiled_sampler.edits.edit_spec import EditSizes
+from compiled_sampler.logprobs import LAWS
+from compiled_sampler.modes import RULES
+from tests.builders.edits import random_mask, random_request
+from tests.builders.filters import hard_rows
+
+ROW_TENSORS = ("logits", "draft_logits", "draft_probs", "target_probs")
+"""What a call gets that a rank has columns of alone."""
+LAWS_OF_MODES: dict[str, list[dict[str, Any]]] = {
+    "greedy": [{"temperature": 0.0}, {"top_k": 1}],
+    "no_filter": [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"temperature": 1e-5}],
+    "min_p": [{"min_p": 0.1}, {"min_p": 1.0}, {"temperature": 1.7, "min_p": 1e-4}, {}],
+    "top_k_top_p[64]": [{"top_k": 50, "top_p": 0.9}, {"top_k": 3}, {"top_k": 64, "top_p": 0.5, "min_p": 0.02}],
+    "top_k": [{"top_k": 100}, {"top_k": 200, "min_p": 0.05}],
+    "full": [{"top_p": 0.9}, {"top_k": 100, "top_p": 0.95, "min_p": 0.01}, {"top_p": 0.3}],
+}
+
+
+def asked(
+    ranks: int,
+    *questions: tuple[Callable[..., None], *tuple[Any, ...]],
+    timeout_s: float = 60,
+    backend: str = "gloo",
+) -> None:
+    """Ask each question, a function and its arguments, in as many processes; what one of them raises, fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_ask, (ranks, os.path.join(folder, "store"), questions, timeout_s, backend), nprocs=ranks)
+
+
+def _ask(
+    rank: int, ranks: int, store: str, questions: Sequence[tuple[Any, ...]], timeout_s: float, backend: str
+) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, f"file://{store}", timedelta(seconds=timeout_s), world_size=ranks, rank=rank)
+    try:
+        for question, *args in questions:
+            question(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def shard_of(sizes: Sequence[int]) -> VocabularyShard:
+    """The shard of this rank, whose ranks have so many columns."""
+    ends = [0, *itertools.accumulate(sizes)]
+    rank = dist.get_rank()
+    return VocabularyShard(ends[rank], ends[rank + 1])
+
+
+class Pair:
+    """A sampler of whole rows, and one of the columns of this rank, which must return the same."""
+
+    def __init__(self, vocab_size: int, sizes: Sequence[int], **options: Any) -> None:
+        self.shard, self.vocab_size = shard_of(sizes), vocab_size
+        self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        backend = options.pop("backend", "eager")
+        self.whole = Sampler(vocab_size, 256, self.device, backend="eager", **options)
+        self.split = Sampler(vocab_size, 256, self.device, backend=backend, shard=self.shard, **options)
+        self.rows = 0
+
+    def columns(self, rows: Tensor) -> Tensor:
+        """Those of this rank, with columns of padding behind them, which hold NaN."""
+        own = self.shard.own(rows, self.vocab_size)
+        return torch.cat([own, own.new_full((len(rows), 3), torch.nan)], 1)
+
+    def added(self, params: SamplingParams, *tokens: Any) -> int:
+        """The slot of a new request, in both."""
+        slot = self.whole.add_request(params, *tokens)
+        assert self.split.add_request(params, *tokens) == slot
+        return slot
+
+    def plans(self, *args: Any, **options: Any) -> tuple[Plan, Plan]:
+        """The plan of both."""
+        return self.whole.plan(*args, **options), self.split.plan(*args, **options)
+
+    def call(self, method: str, plans: tuple[Plan, Plan], logits: Tensor, *args: Any, **options: Any) -> Any:
+        """What a method returns for whole rows, compared with what it returns for columns."""
+        logits, args, options = tree_map_only(Tensor, lambda each: each.to(self.device), (logits, args, options))
+        whole = getattr(self.whole, method)(plans[0], logits, *_of(0, args), **_of(0, options))
+        columns = {
+            name: self.columns(each) if name in ROW_TENSORS and each is not None else each
+            for name, each in _of(1, options).items()
+        }
+        split = getattr(self.split, method)(plans[1], self.columns(logits), *_of(1, args), **columns)
+        self.rows += len(logits)
+        if isinstance(whole, Draft):
+            same(whole.drawn, split.drawn)
+            return whole, split
+        own = self.shard.own(whole, self.vocab_size) if method in ("probs", "edited_logits") else whole
+        same(own, split)
+        return whole
+
+
+def _of(place: int, values: Any) -> Any:
+    """Of handles, which are pairs, those of the sampler of whole rows, or of the other one."""
+    if isinstance(values, dict):
+        return {name: _of(place, each) for name, each in values.items()}
+    if isinstance(values, tuple):
+        return tuple(_of(place, each) for each in values)
+    return [pair[place] for pair in values] if isinstance(values, list) else values
+
+
+def same(whole: Any, split: Any) -> None:
+    """Assert that results have the same bits."""
+    whole_leaves, split_leaves = (
+        [each for each in tree_leaves(results) if each is not None] for results in (whole, split)
+    )
+    assert len(whole_leaves) == len(split_leaves)
+    for left, right in zip(whole_leaves, split_leaves, strict=True):
+        assert left.dtype == right.dtype
+        assert left.shape == right.shape
+        bits = [each.contiguous().view(torch.uint8) if each.numel() else each for each in (left, right)]
+        assert torch.equal(*bits), f"{(left != right).nonzero()[:5].tolist()}: {left} and {right}"
+
+
+def rows_like(count: int, vocab_size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Hard rows and others, whose best tokens stand anywhere."""
+    plain = 3.0 * torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(seed))
+    hard = hard_rows(vocab_size)
+    plain[: len(hard)] = hard[:count, torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))]
+    return plain.to(dtype)
+
+
+def every_mode(vocab_size: int, sizes: Sequence[int], count: int, dtypes: Sequence[torch.dtype]) -> None:
+    """Draws in each mode, by ``Sampler`` and by ``functional.sample``."""
+    for base, dtype in (("top_k", dtypes[0]), ("all", dtypes[-1])):
+        pair = Pair(vocab_size, sizes, top_p_base=base, logits_dtype=dtype)
+        for name, laws in LAWS_OF_MODES.items():
+            requests = [SamplingParams(seed=row, **laws[row % len(laws)]) for row in range(count)]
+            slots = [pair.added(each) for each in requests]
+            logits = rows_like(count, vocab_size, count + len(name), dtype)
+            pair.call("sample", pair.plans([*slots[1:], -1], name), logits, torch.arange(count))
+            for slot in slots:
+                pair.whole.remove_request(slot)
+                pair.split.remove_request(slot)
+            options: dict[str, Any] = {
+                key: torch.tensor([getattr(each, key) for each in requests])
+                for key in ("temperature", "top_k", "top_p", "min_p")
+            }
+            options |= {"seeds": torch.arange(count), "positions": 7, "mode": name, "top_p_base": base}
+            options |= {"backend": "eager", "draw_index": 2, "vocab_size": vocab_size}
+            whole = functional.sample(logits, **options)
+            same(whole, functional.sample(pair.columns(logits), shard=pair.shard, **options))
+
+
+def captured(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Draws in each mode and a verification from captured variants, several batches each, some of which are padded."""
+    verifications = [Verification("match", 2), Verification("rejection", 2, "probabilities")]
+    wanted = Logprobs(of="filtered", boundary=True)
+    options = {"buckets": [1, 8, 32], "verifications": verifications, "captured_logprobs": [wanted]}
+    pair = Pair(vocab_size, sizes, backend="graph", **options)
+    pair.split.warmup()
+    for name, laws in LAWS_OF_MODES.items():
+        slots = [pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(32)]
+        for count, seed in itertools.product((1, 5, 8, 30, 32), range(2)):
+            plans, logits = pair.plans(slots[:count], name), rows_like(count, vocab_size, seed)
+            pair.call("sample", plans, logits, torch.arange(count) + seed)
+            pair.call("sample", plans, logits, torch.arange(count) + seed, logprobs=wanted)
+        verified, drafts = pair.plans(slots[:8], num_drafts=[2] * 8), torch.randint(0, vocab_size, (8, 2))
+        for rule, law in (("match", None), ("rejection", rows_like(16, vocab_size, 3).nan_to_num(0.0).softmax(-1))):
+            pair.call("verify", verified, rows_like(24, vocab_size, 1), drafts, torch.arange(8), rule, draft_probs=law)
+        for slot in slots:
+            pair.whole.remove_request(slot)
+            pair.split.remove_request(slot)
+    assert pair.split.statistics().replays > 100
+
+
+def every_law(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Logprobs, distributions and edited logits in each mode."""
+    pair = Pair(vocab_size, sizes)
+    for name, laws in LAWS_OF_MODES.items():
+        slots = [pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(16)]
+        plans, logits = pair.plans(slots, name), rows_like(16, vocab_size, 5)
+        for law in LAWS:
+            wanted = Logprobs(top=5, of=law, token_ids=(0, 7), rank=True, entropy=True, num_kept=True, boundary=True)
+            pair.call("sample", plans, logits, torch.arange(16), logprobs=wanted)
+        pair.call("probs", plans, logits)
+        pair.call("edited_logits", plans, logits, torch.arange(16))
+
+
+def every_rule(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Verifications by each rule, of each form of drafts, with logprobs or without."""
+    counts, width, count = (2, 0, 3, 1), 3, 8
+    for cached, names in ((0, ("greedy", "no_filter", "full")), (width, ("top_k_top_p[64]",))):
+        pair = Pair(vocab_size, sizes, draft_cache_len=cached)
+        for laws in map(LAWS_OF_MODES.get, names):
+            assert laws is not None
+            slots = [pair.added(SamplingParams(seed=n, **laws[n % len(laws)])) for n in range(count)]
+            plans, positions = pair.plans(slots), torch.arange(count)
+            verified = pair.plans(slots, num_drafts=[counts[n % 4] for n in range(count)])
+            rows, drafted = verified[0].num_rows, verified[0].num_proposals
+            logits, proposed = rows_like(rows, vocab_size, 1), rows_like(drafted, vocab_size, 1)
+            handles: dict[bool, list[Any]] = {True: [], False: []}
+            for coupled, offset in itertools.product((True, False), range(width)):
+                drawn = pair.call(
+                    "draft", plans, rows_like(count, vocab_size, offset), positions + offset, coupled, offset
+                )
+                handles[coupled].append(drawn)
+            tokens = torch.stack([whole.token_ids for whole, _ in handles[True]], 1)
+            for rule in RULES:
+                pair.call("verify", verified, logits, tokens, positions, rule)
+                pair.call("verify", verified, logits, handles[rule == "match"], positions, rule)
+                probs = proposed.nan_to_num(0.0).softmax(-1)
+                pair.call(
+                    "verify_from_probs", verified, rows_like(rows, vocab_size, 2).abs(), tokens, positions, rule=rule
+                )
+                if rule != "match":
+                    forms = ({"draft_logits": proposed}, {"draft_probs": probs})
+                    processed = {"draft_logits": proposed, "draft_logits_are": "processed"}
+                    for options in (*forms, processed):
+                        pair.call("verify", verified, logits, tokens, positions, rule, **options)
+                wanted = Logprobs(top=2, of="filtered", boundary=True)
+                pair.call("verify", verified, logits, tokens, positions, rule, logprobs=wanted)
+            pair.call("probs", verified, logits)
+            for slot in slots:
+                pair.whole.remove_request(slot)
+                pair.split.remove_request(slot)
+
+
+def every_edit(vocab_size: int, sizes: Sequence[int], edits: Sequence[LogitEdit] = ()) -> None:
+    """Steps with random edits, one after the other, whose tokens stand in the history; with masks; and verified."""
+    source = random.Random(3)
+    pair = Pair(vocab_size, sizes, history_len=64, edit_sizes=EditSizes(bad_words=8), edits=edits)
+    for names in (
+        (),
+        ("penalties", "logit_bias"),
+        ("min_tokens", "bad_words", "stops"),
+        ("dry", "allowed_token_ids"),
+        None,
+    ):
+        requests = [random_request(source, vocab_size, *(() if names is None else (names,))) for _ in range(10)]
+        slots = [pair.added(each.params, each.prompt, each.output) for each in requests]
+        positions = torch.tensor([each.position for each in requests])
+        plans = pair.plans(slots)
+        for step in range(3):
+            logits = rows_like(10, vocab_size, step)
+            mask = random_mask(source, 10, vocab_size) if step else None
+            pair.call("probs", plans, logits, positions=positions + step, token_bitmask=mask)
+            drawn = pair.call("sample", plans, logits, positions + step, token_bitmask=mask)
+            assert drawn.token_ids.shape == (10,)
+        drafts = torch.randint(0, vocab_size, (10, 2))
+        verified = pair.plans(slots, num_drafts=[2] * 10)
+        for rule in RULES:
+            pair.call("verify", verified, rows_like(30, vocab_size, 9), drafts, positions + 3, rule)
+        for slot in slots:
+            pair.whole.remove_request(slot)
+            pair.split.remove_request(slot)
+
+
+def a_replay(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Replayed logprobs, kept sets and gradients of rows of every mode; and of tokens that nothing filters."""
+    pair, laws = Pair(vocab_size, sizes), [law for laws in LAWS_OF_MODES.values() for law in laws]
+    params = [SamplingParams(seed=row, **laws[row % len(laws)]) for row in range(3 * len(laws))]
+    plans, logits = pair.plans([pair.added(each) for each in params]), rows_like(len(params), vocab_size, 4)
+    drawn = pair.call("sample", plans, logits, torch.arange(len(params)), logprobs=Logprobs(boundary=True))
+    tokens, boundary = drawn.token_ids.clone(), drawn.logprobs.boundary
+    tokens[-2:] = torch.tensor([vocab_size + 1, -1])
+    whole, own = logits.clone().requires_grad_(), pair.shard.own(logits, vocab_size).clone().requires_grad_()
+    of_whole, kept = replay(whole, params, tokens, boundary)
+    of_own, own_kept = replay(own, params, tokens, boundary, shard=pair.shard)
+    torch.testing.assert_close(of_own, of_whole, rtol=1e-12, atol=1e-12)
+    same(pair.shard.own(kept, vocab_size), own_kept)
+    for logprobs in (of_whole, of_own):
+        finite = logprobs.isfinite()
+        (torch.where(finite, logprobs, 0.0) * torch.arange(len(params))).sum().backward()
+    assert whole.grad is not None
+    assert own.grad is not None
+    assert bool(whole.grad.any())
+    torch.testing.assert_close(own.grad, pair.shard.own(whole.grad, vocab_size), rtol=1e-6, atol=1e-7)
+
+
+def a_loss_of_torch(vocab_size: int, sizes: Sequence[int]) -> None:
+    """The logprobs of requests without filters are what torch's loss of a split head is, gradients too."""
+    shard, count = shard_of(sizes), 20
+    logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(0))
+    tokens = torch.arange(count) * vocab_size // count
+    own, theirs = (shard.own(logits, vocab_size).clone().requires_grad_() for _ in range(2))
+    logprobs, _ = replay(own, SamplingParams(), tokens, torch.full((count,), KEEP_ALL), shard=shard)
+    logprobs.mean().neg().backward()
+    mesh = init_device_mesh("cpu", (len(sizes),))
+    with loss_parallel():
+        loss = F.cross_entropy(DTensor.from_local(theirs, mesh, [Shard(1)]), tokens)
+        loss.backward()
+    torch.testing.assert_close(logprobs.mean().neg().float(), loss.full_tensor(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def a_difference_is_seen() -> None:
+    """The comparisons fail if a rank has the logits of other tokens, or another seed."""
+    pair = Pair(300, (150, 150))
+    plans = pair.plans([pair.added(SamplingParams(seed=row)) for row in range(20)])
+    logits = rows_like(20, 300, 0)
+    drawn = pair.whole.sample(plans[0], logits, torch.arange(20))
+    own = pair.columns(logits)
+    with pytest.raises(AssertionError):
+        same(drawn, pair.split.sample(plans[1], own.flip(1)[:, 3:] if dist.get_rank() else own, torch.arange(20)))
+    with pytest.raises(AssertionError):
+        same(drawn, pair.split.sample(plans[1], own, torch.arange(20) + 1))
+
+
+def disagreeing_plans() -> None:
+    """Every rank raises where plans differ: in slots, requests, or in a request that one rank has not."""
+    shard = shard_of((2, 2))
+    sampler = Sampler(4, 4, backend="eager", shard=shard, check_plans=True)
+    slots = [sampler.add_request(SamplingParams(seed=seed)) for seed in (1, 2)]
+    sampler.plan(slots)
+    with pytest.raises(RuntimeError, match="ranks must plan the same batch"):
+        sampler.plan(slots[:: 1 - 2 * shard.rank])
+    slot = sampler.add_request(SamplingParams(seed=3 + shard.rank))
+    with pytest.raises(RuntimeError, match="ranks must plan the same batch"):
+        sampler.plan([slot])
+    if shard.rank:
+        sampler.remove_request(slot)
+    with pytest.raises(ValueError if shard.rank else RuntimeError, match="must"):
+        sampler.plan([slot])
+
+
+def seeds_of_none() -> None:
+    """Requests without a seed get the same one on every rank, another for each sampler."""
+    shard = shard_of((2, 2))
+    samplers = [Sampler(4, 4, backend="eager", shard=shard) for _ in range(2)]
+    seeds = [sampler.request(sampler.add_request(SamplingParams())).seed for sampler in samplers for _ in range(2)]
+    assert len(set(seeds)) == 4
+    assert shard.told(seeds) == [seeds, seeds]
+
+
+def wrong_shards() -> None:
+    """Bounds that do not follow each other are refused on every rank, as are shards of too few tokens."""
+    rank = dist.get_rank()
+    for bounds, error in (
+        (((0, 5), (6, 9)), ValueError),
+        (((1, 5), (5, 9)), ValueError),
+        (((0, 5), (5, 4)), ValueError),
+        (((0, 5.0), (5, 9)), TypeError),
+    ):
+        with pytest.raises(error, match=r"must"):
+            VocabularyShard(*bounds[rank])  # type: ignore[arg-type]
+    shard = shard_of((5, 4))
+    with pytest.raises(ValueError, match="shards must hold all 10 tokens, got 9"):
+        Sampler(10, 1, shard=shard)
+    with pytest.raises(ValueError, match=r"logits must be \[R, >= [54]\]"):
+        functional.sample(torch.zeros(1, 3), seeds=1, positions=1, shard=shard)
+
+
+def a_rank_that_leaves(seconds: float) -> None:
+    """The other ranks get torch's error within the timeout of the group."""
+    sampler = Sampler(4, 1, backend="eager", shard=shard_of((2, 2)))
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))])
+    if dist.get_rank():
+        time.sleep(seconds)
+        os._exit(0)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        sampler.sample(plan, torch.zeros(1, 2), torch.tensor([0]))
+    assert time.monotonic() - began < 8

@@ -1,0 +1,61 @@
+"""Rows whose columns are split over gloo processes: the results of whole rows on every rank, and what is refused."""
+
+import pytest
+import torch
+
+from compiled_sampler import Sampler, VocabularyShard
+from tests.builders import ranks
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def test_three_ranks_return_what_one_does():
+    """Of 1,000 rows in all; one rank has a single token, and the last one columns of padding."""
+    sizes = (1, 140, 187)
+    ranks.asked(
+        3,
+        (ranks.every_mode, 300, sizes, 24, (F32, BF16)),
+        (ranks.every_law, 300, sizes),
+        (ranks.every_rule, 300, sizes),
+        (ranks.every_edit, 129, (60, 0, 69)),
+        (ranks.a_replay, 300, sizes),
+    )
+
+
+def test_two_ranks_agree_or_are_told_that_they_do_not():
+    ranks.asked(
+        2,
+        (ranks.a_difference_is_seen,),
+        (ranks.disagreeing_plans,),
+        (ranks.seeds_of_none,),
+        (ranks.wrong_shards,),
+        (ranks.a_loss_of_torch, 300, (150, 150)),
+        (ranks.every_mode, 40, (25, 15), 14, (F32,)),  # fewer tokens than candidates
+    )
+
+
+@pytest.mark.parametrize("sizes", [(310,), (70, 0, 230, 100)], ids=len)
+def test_one_rank_or_four_return_what_one_does(sizes):
+    """The last of four has padding alone, the second nothing."""
+    ranks.asked(len(sizes), (ranks.every_mode, 300, sizes, 14, (BF16,)), (ranks.a_replay, 300, sizes))
+
+
+@pytest.mark.parametrize("seconds", [0.0, 9.0])
+def test_a_rank_that_leaves_or_hangs_is_an_error_of_the_others(seconds):
+    ranks.asked(2, (ranks.a_rank_that_leaves, seconds), timeout_s=4)
+
+
+def test_a_shard_needs_a_process_group():
+    with pytest.raises(ValueError, match="init_process_group"):
+        VocabularyShard(0, 5)
+    with pytest.raises(TypeError, match="shard must be a VocabularyShard"):
+        Sampler(5, 1, shard=(0, 5))
+    with pytest.raises(ValueError, match="check_plans must be False without a shard"):
+        Sampler(5, 1, check_plans=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_two_gpus_replay_what_one_draws():
+    questions = (ranks.captured, 5000, (2000, 3000)), (ranks.every_rule, 300, (140, 160))
+    ranks.asked(2, *questions, timeout_s=900, backend="nccl")
