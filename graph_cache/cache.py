@@ -169,6 +169,30 @@ class GraphCache:
         missing = [key for key in dict.fromkeys(planned) if key not in self._variants]
         self._variants.capture(missing, progress, self._captured)
 
+    def capture_for(
+        self, name: str, tensors: Mapping[str, Given], *, rows: int | None = None, out: Results | None = None
+    ) -> bool:
+        """Capture the variant that is made for such a batch, unless it is held; whether it is held now.
+
+        Arguments and errors as for ``run``, and a CaptureError as for ``warmup``. It is not captured for a batch of more
+        rows than the largest bucket, nor while the current stream is being captured.
+        """
+        registration = self._registry.named(name)
+        bucket = self.ladder.bucket_for(checked_rows(registration.inputs, tensors, rows, self.device))
+        if not bucket or self._variants.backend is None or self._is_capturing():
+            return False
+        matched = {each: self._statics.bindings[each] for each in self._statics.matched(tensors)}
+        of_out = self._statics.outs.get(name)
+        bound_out = of_out if of_out is not None and out_matches(of_out, out) else None
+        key = keys_of(name, registration.inputs, matched, bound_out, bucket)[0]
+        if key not in self._variants:
+            self._variants.capture([key], None, self._captured)
+        return True
+
+    def forget_routes(self) -> None:
+        """Have every route chosen anew: ``generation`` changes."""
+        self._routes.forget()
+
     @overload
     def run(self, name: str, tensors: Mapping[str, Given], *, rows: int | None = None, out: Out) -> Out: ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from compiled_sampler.modes import Mode, Verification, probabilities_mode, verif
 from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.schedule import warmup_batches
 from compiled_sampler.shard import VocabularyShard
-from graph_cache import BufferSpec, CacheStatistics, GraphCache, copy_tensors
+from graph_cache import BufferSpec, CacheStatistics, CaptureError, GraphCache, copy_tensors
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ OUTPUTS: dict[str, Any] = {
 }
 """What each kind of step returns."""
 _MOST_CHOSEN = 256  # kinds of calls whose step is known; those with logprobs of given ids are as many as their ids
+_logger = logging.getLogger("compiled_sampler")
 StepRun = Callable[..., Any]
 """``run(plan, tensors, out)``: the results of a step on the way that ``StepRunner.resolve`` chose."""
 
@@ -92,6 +94,7 @@ class StepRunner:
         self.largest_bucket = self._cache.ladder.largest  # rows of the largest batch that is captured
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
+        self._captures_late, self._uncapturable = False, set[str]()  # steps, by name
         self._chosen: dict[Any, Step] = {}  # of 75 registered steps a choice takes 50 us, of a verification 320
         self._staged = requests.staged
         self._executor = StepExecutor(
@@ -121,8 +124,13 @@ class StepRunner:
             of_call = {buffer: tensors[name] for name, buffer in buffers.items()} if is_renamed else tensors
             return {**plan.inputs(step.reads_counts, on_host), **of_call}
 
-        into = out if out is None or step.logprobs is None else flat(out)
-        route, rows = self._cache.route(step.name, inputs(plan, tensors, True), out=into, is_exact=is_exact)
+        into, given = out if out is None or step.logprobs is None else flat(out), inputs(plan, tensors, True)
+        may_come = self._captures_late and step.name not in self._uncapturable
+        if may_come and self._stages is not None and self._stages.are_settled:
+            may_come = self._capture(step, given, into)
+        route, rows = self._cache.route(step.name, given, out=into, is_exact=is_exact)
+        if route.key is None and may_come:
+            return partial(self._run_until_settled, step)
         on_host, run = route.key is not None, route.run
         self._staged.steps_are_replays = on_host
         if step.logprobs is not None:
@@ -151,6 +159,25 @@ class StepRunner:
             return self._chosen[step]
         fits = (known for known in self._registered.values() if known.can_replace(step, self.custom.of_call))
         return self._remembered(step, min(fits, key=lambda known: len(known.edits), default=step))
+
+    def _capture(self, step: Step, given: dict[str, Any], out: Any) -> bool:
+        """Capture the variant for such a batch; whether a later call shall try again."""
+        assert self._stages is not None
+        try:
+            self._cache.capture_for(step.name, given, out=out)
+        except CaptureError as error:
+            if not self._stages.are_settled:  # a stage was wanted that nobody had asked for before
+                return True
+            self._uncapturable.add(step.name)
+            _logger.warning("step %s runs without a graph: %s", step.name, error)
+        return False
+
+    def _run_until_settled(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+        """A direct run, after which its variant is captured with the next call, if its stages are compiled."""
+        results = self._run_directly(step, plan, tensors, out)
+        if self._stages is not None and self._stages.are_settled:
+            self._cache.forget_routes()
+        return results
 
     def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         self._staged.mirror.upload()
@@ -196,6 +223,8 @@ class StepRunner:
         steps = [step for step in self._registered.values() if modes is None or step.is_of(modes)]
         if self._stages is not None:
             self._compile(self._stages, steps, progress, waits=waits)
+        # A draft cache holds what handles of drafts name, which a capture forgets.
+        self._captures_late = self.backend == "graph" and not waits and self._drafts is None
         if self.backend == "graph" and waits:
             self._cache.warmup([step.name for step in steps], progress=progress)
 

@@ -109,6 +109,11 @@ class CompiledStages:
         """Whether each compiled stage is compared with eager torch before it is used."""
         return not is_known() or os.environ.get(VARIABLE) == "1"
 
+    @property
+    def are_settled(self) -> bool:
+        """Whether no stage that was called or asked for waits for its compiled form."""
+        return not any(each.state == "queued" for each in [*self._wanted.values()])
+
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """What two chains return, the first from a second stream; a CUDA graph that records both lets them overlap."""
         if device.type != "cuda" or self._listing is not None:
