@@ -30,6 +30,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tools.measuring import environment, write_json
 from tools.toy_engine.runs import (
     BACKENDS,
@@ -77,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     torch.set_num_threads(options.threads)
+    CompiledStages.compiles_at_calls = True  # what is compared is compiled code
     console = Console(highlight=False, width=max(_FEWEST_COLUMNS, Console().width))
     with Progress(*_BAR, console=console) as bar:
         models, tokenizer = load_models()

@@ -16,6 +16,7 @@ from torch import Tensor
 import compiled_sampler
 from compiled_sampler import Logprobs, RowStatus, SampleOutputs, Sampler, SamplingParams, Verification
 from compiled_sampler.conformance.adapter import Drafted, Params, Seeds, Semantics, Target, Verified
+from compiled_sampler.selfcheck.cases import by_compiled_stages
 
 T = TypeVar("T")
 
@@ -61,9 +62,9 @@ def holding(sampler: Sampler, params: Sequence[Params], seeds: Seeds) -> Iterato
             sampler.remove_request(slot)
 
 
-def captured(step: Callable[[], T]) -> Callable[[], T]:
-    """Replays a step from one CUDA graph, into the same results; the step is run once before, since it may compile."""
-    step()
+def captured(sampler: Sampler, step: Callable[[], T]) -> Callable[[], T]:
+    """Replays a step from one CUDA graph, into the same results; the step runs compiled once before."""
+    by_compiled_stages(sampler, step)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -88,7 +89,7 @@ class CapturedStep:
         plan = sampler.plan([-1] * len(logits), COVERING)
         self._slots = plan.slot_ids.clone()
         plan = dataclasses.replace(plan, slot_ids=self._slots)
-        self._replay = captured(lambda: sampler.sample(plan, self._logits, self._positions))
+        self._replay = captured(sampler, lambda: sampler.sample(plan, self._logits, self._positions))
 
     def __call__(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The token of each row, int64 ``[R]``; the next call overwrites it."""
@@ -124,7 +125,7 @@ class CapturedVerification:
         self._laws = None if drafted.probs is None else torch.zeros(shape, device=sampler.device)
         plan = dataclasses.replace(plan, slot_ids=self._slots, draft_counts=self._counts)
         tensors = (self._logits, self._drafts, self._positions)
-        self._replay = captured(lambda: sampler.verify(plan, *tensors, rule, draft_probs=self._laws))
+        self._replay = captured(sampler, lambda: sampler.verify(plan, *tensors, rule, draft_probs=self._laws))
 
     def __call__(self, drafted: Drafted) -> Verified:
         """What is committed of each request, on the CPU."""
@@ -183,7 +184,8 @@ class Ours:
     ) -> SampleOutputs:
         with holding(sampler, params, seeds) as slots:
             plan = sampler.plan(slots, self.mode)
-            return sampler.sample(plan, logits.to(self.device), positions.to(self.device))
+            x, places = logits.to(self.device), positions.to(self.device)
+            return by_compiled_stages(sampler, lambda: sampler.sample(plan, x, places))
 
     def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         return self._drawn(logits, params, seeds, positions).token_ids
@@ -200,7 +202,8 @@ class Ours:
     def probs(self, logits: Tensor, params: Sequence[Params]) -> Tensor:
         sampler = self._sampler(logits.dtype)
         with holding(sampler, params, [0] * len(params)) as slots:
-            return sampler.probs(sampler.plan(slots), logits.to(self.device))
+            plan, x = sampler.plan(slots), logits.to(self.device)
+            return by_compiled_stages(sampler, lambda: sampler.probs(plan, x))
 
     def logprobs(self, logits: Tensor, params: Sequence[Params], token_ids: Tensor) -> Tensor:
         few = self.vocab_size <= MOST_GIVEN
@@ -208,7 +211,8 @@ class Ours:
         sampler, wanted = self._sampler(logits.dtype), Logprobs(of="filtered", token_ids=tuple(ids))
         places = torch.zeros(len(logits), dtype=torch.int64, device=self.device)
         with holding(sampler, params, [0] * len(params)) as slots:
-            out = sampler.sample(sampler.plan(slots, self.mode), logits.to(self.device), places, logprobs=wanted)
+            plan, x = sampler.plan(slots, self.mode), logits.to(self.device)
+            out = by_compiled_stages(sampler, lambda: sampler.sample(plan, x, places, logprobs=wanted))
         of_ids = None if out.logprobs is None else out.logprobs.given
         assert of_ids is not None  # they were asked for
         column = torch.searchsorted(torch.tensor(ids), token_ids.cpu()).to(self.device)
@@ -220,7 +224,8 @@ class Ours:
         sampler = self._sampler(logits.dtype)
         with holding(sampler, params, seeds) as slots:
             plan, x, places = sampler.plan(slots), logits.to(self.device), positions.to(self.device)
-            return sampler.draft(plan, x, places, rule == "match", offset).drawn.token_ids
+            made = by_compiled_stages(sampler, lambda: sampler.draft(plan, x, places, rule == "match", offset))
+            return made.drawn.token_ids
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
         return self._verified(self._sampler(drafted.logits.dtype), drafted, rule)
@@ -232,7 +237,8 @@ class Ours:
         laws = None if drafted.probs is None else drafted.probs.to(self.device)
         with holding(sampler, drafted.params, drafted.seeds) as slots:
             plan = sampler.plan(slots, self.mode, drafted.num_drafts)
-            out = sampler.verify(plan, logits, drafts, positions, rule, draft_probs=laws)
+            tensors = logits, drafts, positions
+            out = by_compiled_stages(sampler, lambda: sampler.verify(plan, *tensors, rule, draft_probs=laws))
             return Verified(out.token_ids, out.num_emitted, out.num_accepted)
 
     @property

@@ -552,13 +552,13 @@ class Sampler(RequestHolder):
 
         Nothing else waits for a compiler: calls run in eager torch, with the same bits, until background processes
         have compiled their stages. After ``warmup`` calls of up to ``max_num_requests`` rows, of verifications as many
-        requests, run compiled stages and replay graphs.
+        requests, run compiled stages and replay graphs; so do calls of any other kind that were made before, compiled.
 
         Args:
             progress: called as ``progress(done, total, label)`` for each stage that is ready, each step that ran, then
                 each capture; without ``wait`` for stages alone, by a thread of the background.
-            modes: names of the modes to prepare, None for all. A batch of another mode is served by a captured variant
-                of a mode that covers it, if there is one.
+            modes: names of the modes to prepare, None for all, () for what calls have asked for alone. A batch of
+                another mode is served by a captured variant of a mode that covers it, if there is one.
             wait: False asks the background for the stages and returns. When all are there, the first batch of each
                 kind captures its variant, some 20 ms once; with a draft cache none does, before a ``warmup`` that
                 waits. ``statistics().lowering`` says which stages are still queued.

@@ -1,8 +1,8 @@
 """The sampler as functions of tensors: no slots, no requests, no plan, and the bits of ``Sampler``.
 
 ``sample``, ``probs``, ``verify`` and ``verify_from_probs`` take parameters as numbers for all rows, or as one tensor
-``[R]`` on the device of the logits. They never wait for the device, so after a first call they can be captured in a
-CUDA graph, which reads the tensors at each replay.
+``[R]`` on the device of the logits. They never wait for the device; ``warmup`` waits for the kernels of calls that
+were made, which can then be captured in a CUDA graph that reads the tensors at each replay.
 
 Edits of logits, filters of whole rows, stop tokens, logprobs and a draft cache are not here: a ``Sampler`` has them,
 and these functions refuse their names with the way out. Modules, from the entry points down::
@@ -12,7 +12,8 @@ and these functions refuse their names with the way out. Modules, from the entry
     arguments      what a caller passes: keywords, rows, a mode, parameters as tensors, a backend
 """
 
+from compiled_sampler.functional.arguments import warmup
 from compiled_sampler.functional.sampling import probs, sample
 from compiled_sampler.functional.verification import verify, verify_from_probs
 
-__all__ = ["probs", "sample", "verify", "verify_from_probs"]
+__all__ = ["probs", "sample", "verify", "verify_from_probs", "warmup"]

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from compiled_sampler.core.row_table import RowInputs, RowTable, in_float64, row_table
 from compiled_sampler.core.stage import Run, call
-from compiled_sampler.engine.boundary.arguments import checked_draw_index
+from compiled_sampler.engine.boundary.arguments import check_progress, checked_draw_index
 from compiled_sampler.engine.boundary.settings import LOGITS_DTYPES
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_logits, check_tensor
 from compiled_sampler.engine.sampler import Sampler
-from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
 from compiled_sampler.modes import CAPACITIES, MAX_VOCAB_SIZE, TOP_P_BASES, Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import as_int64, check_choice, checked_int
@@ -234,6 +234,21 @@ def run_of(backend: str) -> Run:
     """What runs the stages of a call."""
     check_choice("backend", backend, BACKENDS, "to replay a graph, capture the call in your own")
     return call if backend == "eager" else _shared_stages()
+
+
+def warmup(progress: Progress | None = None) -> None:
+    """Compile the stages of all calls that were made before, and wait for them.
+
+    Until then, and until background processes have compiled them, calls run in eager torch with the same bits. A call
+    can be captured in a CUDA graph after it was made, after ``warmup()``, and made once more.
+
+    Args:
+        progress: called as ``progress(done, total, label)`` for each stage that is ready.
+    """
+    check_progress(progress)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with _shared_stages().precompiling(device, progress):
+        pass  # no further steps
 
 
 @functools.cache

@@ -139,7 +139,7 @@ class CompiledStages:
     def precompiling(
         self, device: torch.device, progress: Progress | None = None, *, waits: bool = True
     ) -> Iterator[None]:
-        """Within, stages give zeros, in their shapes; at the end those that were called are compiled in parallel."""
+        """Within, stages give zeros, in their shapes; at the end all that were ever called are compiled in parallel."""
         # Without waits they are asked for alone, before all others; progress is then called by a thread.
         self._set_up(device)
         with BackgroundLaunches(device if waits else _NOWHERE) as background:
@@ -148,7 +148,9 @@ class CompiledStages:
                 yield
             finally:
                 self._listing = None
-        missing, done = [code for code in listing.longest_first() if self._ready(code) is None], 0
+        called = [StageCode.of_call(wanted.call) for wanted in self._wanted.values()]
+        codes = {code.key: code for code in (*listing.longest_first(), *called)}
+        missing, done = [code for code in codes.values() if self._compiled(code) is None], 0
 
         def settled(wanted: WantedStage) -> None:
             nonlocal done
@@ -226,30 +228,32 @@ class CompiledStages:
 
     def _first_call(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
         """What runs a stage for tensors of such shapes: compiled code, or eager torch until that is there."""
+        found: Callable[..., Any]
         if QUEUE.hangs:
             self._eager[code.stage] = HANGS
             return functools.partial(code.stage, **code.static)
-        found: Callable[..., Any] | None = self._ready(code)
-        if found is None and self.compiles_at_calls:
+        compiled = self._compiled(code)
+        if compiled is None and self.compiles_at_calls:
             found = self._compile(code)
-        if found is None:
+        elif compiled is None:
             code.check_not_capturing()
             found = self._eager_until_ready(shapes, code)
+        else:
+            if not self._wanted[code.key].has_run:
+                code.check_not_capturing()  # Inductor may time kernels at their first run
+                self._wanted[code.key].has_run = True
+            compiled.disable_guard_check()  # a matter of shapes alone, and looked at above
+            found = compiled
         if len(self._called) >= _MOST_CALLS:
             self._called.clear()
         self._called[shapes] = found
         return found
 
-    def _ready(self, code: StageCode) -> Compiled | None:
+    def _compiled(self, code: StageCode) -> Compiled | None:
         """The compiled code of a stage, if it is there and serves such tensors."""
         wanted = self._wanted.get(code.key)
-        if wanted is None or wanted.compiled is None or not wanted.compiled.guard_check(*code.tensors):
-            return None
-        if not wanted.has_run:  # Inductor may time kernels at their first run
-            code.check_not_capturing()
-        wanted.has_run = True
-        wanted.compiled.disable_guard_check()  # a matter of shapes alone, and looked at above
-        return wanted.compiled
+        compiled = None if wanted is None else wanted.compiled
+        return compiled if compiled is not None and compiled.guard_check(*code.tensors) else None
 
     def _eager_until_ready(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
         """A stage in eager torch, whose compiled code takes over when a thread has it."""

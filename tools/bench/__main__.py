@@ -32,6 +32,7 @@ from collections.abc import Sequence
 import torch
 from rich.console import Console
 
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tools.bench import additions, host, memory, python_alone, sharded
 from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.cells import Cell, content_of, line_of, merged, stored, stored_peers, tables_of, with_peers
@@ -105,6 +106,7 @@ def _refused_with_host(options: argparse.Namespace) -> str | None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print, store."""
     options = parse(argv)
+    CompiledStages.compiles_at_calls = True  # what is measured is compiled code
     if options.threads:
         torch.set_num_threads(options.threads)
     if _ran_whole(options):

@@ -21,6 +21,7 @@ import torch
 
 from compiled_sampler import LogitEdit
 from compiled_sampler.logit_edit import name_of
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tools.check_edit.findings import VOCAB_SIZE, check_edit, checked_call
 
 
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     options = parser.parse_args(argv)
     edit = edit_of(options.edit)
+    CompiledStages.compiles_at_calls = True  # what is compared is compiled code
     try:
         checked_call(edit, options.params, options.vocab)
     except (TypeError, ValueError) as error:
