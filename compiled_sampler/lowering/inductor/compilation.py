@@ -162,9 +162,9 @@ class _CompiledByCall:
 
         options = {name: options[name] for name in list_options() if name in options}  # those that this torch has
         options["guard_filter_fn"] = _is_about_sizes
-        stage = _told_of_tables(stage, tensors)
         self._function: Callable[..., Any] = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
-        self._function(*(_any_rows(argument) for argument in tensors))
+        # tables keep their number of slots, as this code is not kept for other samplers
+        self._function(*(_any_rows(argument, fixed=TABLES) for argument in tensors))
 
     def __call__(self, *tensors: Any) -> Any:
         return self._function(*tensors)
@@ -210,8 +210,9 @@ def _is_about_sizes(guards: Sequence[Any]) -> list[bool]:
     return [guard.guard_type == "SHAPE_ENV" for guard in guards]
 
 
-def _any_rows(argument: Any, **hint: int) -> Any:
+def _any_rows(argument: Any, fixed: tuple[type[Any], ...] = (), **hint: int) -> Any:
     """Aliases of the tensors, marked as having any number of rows, and those of tables as having any of slots."""
+    # fixed: what is left as it is
     from torch._dynamo import mark_dynamic
 
     if isinstance(argument, Tensor):
@@ -219,9 +220,9 @@ def _any_rows(argument: Any, **hint: int) -> Any:
         if argument.shape[0] > 1:
             mark_dynamic(alias, 0, **hint)
         return alias
-    if isinstance(argument, tuple):
+    if isinstance(argument, tuple) and not isinstance(argument, fixed):
         hint = dict.fromkeys(hint, _SLOTS_HINT) if isinstance(argument, TABLES) else hint
-        items = [_any_rows(item, **hint) for item in argument]
+        items = [_any_rows(item, fixed, **hint) for item in argument]
         return type(argument)(*items) if hasattr(argument, "_fields") else tuple(items)
     return argument
 
