@@ -156,7 +156,9 @@ def test_verifications_of_probabilities_are_the_same_bits_in_chunks(rule, drafts
 def test_the_comparison_sees_rows_of_another_chunk():
     mode, inputs, part = modes_by_name(V)["full"], inputs_of("full"), chunks.part_of
     wanted = sample_step(mode, inputs)
-    with mock.patch.object(chunks, "part_of", lambda rows, first, end: part(rows, max(first - 1, 0), end - (first > 0))):
+    with mock.patch.object(
+        chunks, "part_of", lambda rows, first, end: part(rows, max(first - 1, 0), end - (first > 0))
+    ):
         assert not same(chunked(lambda run: sample_step(mode, inputs, run))[0], wanted)
     assert same(chunked(lambda run: sample_step(mode, inputs, run))[0], wanted)
 
