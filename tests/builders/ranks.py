@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compiled_sampler import (
     Draft,
-    LogitEdit,
     Logprobs,
     Plan,
     Sampler,
@@ -36,6 +35,7 @@ from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.logprobs import LAWS
 from compiled_sampler.modes import RULES
+from tests.builders.custom_edits import EDITS, HISTORY, V, params_with, random_inputs
 from tests.builders.edits import random_mask, random_request
 from tests.builders.filters import hard_rows
 
@@ -253,10 +253,10 @@ def every_rule(vocab_size: int, sizes: Sequence[int]) -> None:
                 pair.split.remove_request(slot)
 
 
-def every_edit(vocab_size: int, sizes: Sequence[int], edits: Sequence[LogitEdit] = ()) -> None:
+def every_edit(vocab_size: int, sizes: Sequence[int]) -> None:
     """Steps with random edits, one after the other, whose tokens stand in the history; with masks; and verified."""
     source = random.Random(3)
-    pair = Pair(vocab_size, sizes, history_len=64, edit_sizes=EditSizes(bad_words=8), edits=edits)
+    pair = Pair(vocab_size, sizes, history_len=64, edit_sizes=EditSizes(bad_words=8))
     for names in (
         (),
         ("penalties", "logit_bias"),
@@ -281,6 +281,21 @@ def every_edit(vocab_size: int, sizes: Sequence[int], edits: Sequence[LogitEdit]
         for slot in slots:
             pair.whole.remove_request(slot)
             pair.split.remove_request(slot)
+
+
+def edits_of_the_user(sizes: Sequence[int]) -> None:
+    """Steps with edits that need not look at a token by itself, for few rows and for more."""
+    pair = Pair(V, sizes, history_len=HISTORY, edits=[*EDITS.values()])
+    slots = [pair.added(params_with([*EDITS][: 1 + row % 4], seed=row, top_k=9), (1, 2, 3)) for row in range(11)]
+    for count in (3, 11):
+        positions, inputs = torch.full((count,), 3), random_inputs(count, count)
+        plans, logits = pair.plans(slots[:count]), rows_like(count, V, count)
+        pair.call("probs", plans, logits, positions=positions, edit_inputs=inputs)
+        pair.call("sample", plans, logits, positions, edit_inputs=inputs)
+        verified = pair.plans(slots[:count], num_drafts=[1] * count)
+        inputs, drafts = random_inputs(2 * count, 1), torch.zeros(count, 1, dtype=torch.int64)
+        for rule in RULES:
+            pair.call("verify", verified, rows_like(2 * count, V, 2), drafts, positions, rule, edit_inputs=inputs)
 
 
 def a_replay(vocab_size: int, sizes: Sequence[int]) -> None:
