@@ -174,7 +174,7 @@ class GraphCache:
     ) -> bool:
         """Capture the variant that is made for such a batch, unless it is held; whether it is held now.
 
-        Arguments and errors as for ``run``, and a CaptureError as for ``warmup``. It is not captured for a batch of more
+        Arguments and errors as for ``run``, and a CaptureError as for ``warmup``. None is captured for a batch of more
         rows than the largest bucket, nor while the current stream is being captured.
         """
         registration = self._registry.named(name)

@@ -75,23 +75,33 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         options.rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
     if options.requests is None:
         options.requests = host.REQUESTS if options.host else REQUESTS[options.device]
-    if options.host and (refused := _refused_with_host(options)):
+    if refused := _refused(options, whole):
         parser.error(refused)
-    if len(whole) > 1:
-        parser.error(f"--{whole[0]} must come without --{whole[1]}: each is measured by itself")
-    if whole and not options.host and len(options.dtype) > 1:
-        parser.error(f"--{whole[0]} must come with one --dtype")
-    if (options.mismatches or options.leave) and not options.sharded:
-        parser.error("--mismatches and --leave must come with --sharded")
-    if options.streams and (options.device == "cpu" or not 0 < options.streams <= MOST_STREAMS):
-        parser.error(f"--streams must be in [0, {MOST_STREAMS}], and come with --device cuda, got {options.streams}")
-    if options.replays and options.device == "cpu":
-        parser.error("--replays must come with --device cuda, as a CPU replays nothing")
-    if options.append and not options.json:
-        parser.error("--append must come with --json FILE")
-    if options.append and whole:
-        parser.error(f"--append must not come with --{whole[0]}, which is measured whole")
     return options
+
+
+def _refused(options: argparse.Namespace, whole: Sequence[str]) -> str | None:
+    """What is wrong with the options, of which ``whole`` are measured by themselves; None for nothing."""
+    if options.host and (refused := _refused_with_host(options)):
+        return refused
+    streams = f"--streams must be in [0, {MOST_STREAMS}], and come with --device cuda, got {options.streams}"
+    has_no_use_of_streams = options.device == "cpu" or not 0 < options.streams <= MOST_STREAMS
+    wrong = (
+        (len(whole) > 1, f"--{' must come without --'.join(whole[:2])}: each is measured by itself"),
+        (whole and not options.host and len(options.dtype) > 1, f"--{''.join(whole[:1])} must come with one --dtype"),
+        (
+            (options.mismatches or options.leave) and not options.sharded,
+            "--mismatches and --leave must come with --sharded",
+        ),
+        (options.streams and has_no_use_of_streams, streams),
+        (
+            options.replays and options.device == "cpu",
+            "--replays must come with --device cuda, as a CPU replays nothing",
+        ),
+        (options.append and not options.json, "--append must come with --json FILE"),
+        (options.append and whole, f"--append must not come with --{''.join(whole[:1])}, which is measured whole"),
+    )
+    return next((reason for is_wrong, reason in wrong if is_wrong), None)
 
 
 def _refused_with_host(options: argparse.Namespace) -> str | None:

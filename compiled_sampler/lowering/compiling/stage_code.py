@@ -19,7 +19,6 @@ from compiled_sampler.lowering.stages.stage_call import StageCall, is_far, layou
 from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
 
-
 EXACT_OPTIONS: Options = {
     "emulate_precision_casts": True,  # turns FMA contraction off in Triton; C++ has it off already
     "pattern_matcher": False,  # else y = x * t; y - y.amax() becomes (x - amax) * t
