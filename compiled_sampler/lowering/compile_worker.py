@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
-from compiled_sampler.lowering.inductor.compilation import import_compilers
+from compiled_sampler.lowering.inductor.compilation import import_compilers, set_up_triton
 from compiled_sampler.lowering.stages.stage_call import StageCall
 
 
@@ -33,12 +34,17 @@ def main() -> None:
             answers.flush()
 
 
-def compiled(call: StageCall, path: Path) -> str:
-    """Why a stage is not at a path, after it was compiled; empty where it is."""
+def compiled(call: StageCall, path: Path | None) -> str:
+    """Why a stage is not at a path, after it was compiled; empty where it is, and for kernels that were launched."""
     try:
         code = StageCode.of_call(call)
         if code.device.type == "cuda":
             torch.cuda.set_device(code.device)
+        if path is None:
+            set_up_triton(code.device)
+            call.stage(*tree_map_only(torch.Tensor, torch.zeros_like, code.tensors), **call.static)
+            torch.cuda.synchronize(code.device)
+            return ""
         if code.path(EXACT_OPTIONS) != path:
             return (
                 "the process has settings of torch that processes it starts do not have, so that warmup() compiles it"

@@ -76,6 +76,7 @@ class CompiledStages:
     def __init__(self, options: Options | None = None) -> None:
         self._options = EXACT_OPTIONS if options is None else options  # others for tools alone
         self._wanted: dict[Any, WantedStage] = {}
+        self._launched: list[WantedStage] = []  # of hand-written kernels
         self._called: dict[Any, Callable[..., Any]] = {}
         self._eager: dict[Stage, str] = {}
         self._warned: set[str] = set()
@@ -112,7 +113,7 @@ class CompiledStages:
     @property
     def are_settled(self) -> bool:
         """Whether no stage that was called or asked for waits for its compiled form."""
-        return not any(each.state == "queued" for each in [*self._wanted.values()])
+        return not any(each.state == "queued" for each in (*self._launched, *[*self._wanted.values()]))
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """What two chains return, the first from a second stream; a CUDA graph that records both lets them overlap."""
@@ -160,6 +161,9 @@ class CompiledStages:
 
         asked = self._ask(missing, None if waits else settled, first=True)
         if not waits:
+            if device.type == "cuda":
+                self._launched = [WantedStage(call.portable()) for call in listing.launched.values()]
+                QUEUE.put(self._launched, device)
             return
         for code, wanted in zip(reversed(missing), reversed(asked), strict=True):  # processes begin with the longest
             if not QUEUE.withdraw(wanted):
@@ -195,7 +199,7 @@ class CompiledStages:
         wanted = [*self._wanted.values()]
         reasons = {each.name: each.reason for each in wanted if each.state == "eager"}
         reasons |= {stage.__name__: reason for stage, reason in self._eager.items()}
-        queued = Counter(each.name for each in wanted if each.state == "queued")
+        queued = Counter(each.name for each in (*self._launched, *wanted) if each.state == "queued")
         return LoweringStatus(str(torch.__version__), is_known(), reasons, queued, len(QUEUE.processes))
 
     def _warn(self, stage: Stage, reason: str) -> None:

@@ -108,9 +108,9 @@ class EngineSampler:
         self._planned: PlannedBatch | None = None
 
     def warm_up(self) -> None:
-        """Compile and capture what batches without rarer edits run."""
+        """Ask for what batches without rarer edits run; when it is compiled, the first of each kind captures it."""
         with torch.inference_mode(False):
-            self.sampler.warmup()
+            self.sampler.warmup(wait=False)
 
     def checked(
         self, params: Any, request_id: str, *, has_tokens: bool = True

@@ -74,8 +74,8 @@ def install(
         rule: "match", "rejection" or "block", for drafts of which the drafter gives probabilities; others are verified
             by ``match`` in any case.
         backend: of ``Sampler``.
-        warmup: "start" compiles and captures at an engine's start, where vLLM warms up its own sampler, all that
-            batches run, but for rarer edits; "off" leaves it to the first batch of each kind.
+        warmup: "start" has background processes compile, from an engine's start on, all that batches run, but for rarer
+            edits; until then they run in eager torch. "off" leaves it to the first batch of each kind.
         v2: deprecated; None or "untested", which V2 model runners needed once.
 
     Raises:

@@ -28,8 +28,11 @@ class CompileProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def compile(self, call: StageCall, path: Path) -> str:
-        """Let it compile a stage that is kept at a path; why it did not, empty where it did."""
+    def compile(self, call: StageCall, path: Path | None) -> str:
+        """Let it compile a stage that is kept at a path; why it did not, empty where it did.
+
+        Without a path it launches the hand-written kernels of a stage, which Triton then keeps.
+        """
         try:
             if self._process is None or self._process.poll() is not None:
                 self.end()

@@ -29,6 +29,7 @@ from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageC
 from compiled_sampler.lowering.inductor.compilation import Compiled, import_compilers
 from compiled_sampler.lowering.inductor.versions import LOCK
 from compiled_sampler.lowering.stages.stage_call import StageCall
+from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
 
 VARIABLE = "COMPILED_SAMPLER_PROCESSES"
@@ -164,6 +165,9 @@ class CompileQueue:
 
     def _found_or_compiled(self, wanted: WantedStage, process: CompileProcess) -> tuple[Compiled | None, str]:
         """A stage from disk, after a process has compiled it if need be, or why there is none."""
+        if tuning_of(wanted.call.stage).opaque:
+            self.processes.add(process)
+            return None, process.compile(wanted.call, None)
         found, path = _loaded(wanted.call)
         if found is not None or path is None:
             return found, NOT_KEPT

@@ -48,12 +48,14 @@ class Listing:
     def __init__(self, background: BackgroundLaunches) -> None:
         self._background = background
         self._calls: dict[Hashable, StageCall] = {}
+        self.launched: dict[Hashable, StageCall] = {}
         self._results: dict[Hashable, Any] = {}
         self._seconds: dict[Hashable, float] = {}
 
     def launch(self, shapes: Hashable, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """Zeros in the shapes of what a stage returns that is launched meanwhile."""
         self._background.launch(stage, tensors, static)
+        self.launched.setdefault(shapes, StageCall.of(stage, tensors, static))
         return self.zeros(shapes, stage, tensors, static)
 
     def add(self, shapes: Hashable, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -240,3 +241,23 @@ def test_after_replays_a_request_is_flushed_before_a_capture(replayed):
     assert torch.equal(found.token_ids, replayed.sample(plan, logits, positions).token_ids)
     for slot in slots:
         replayed.remove_request(slot)
+
+
+def test_without_a_wait_a_step_begins_in_eager_torch_and_is_replayed_once_its_stages_are_compiled():
+    samplers = [Sampler(1009, 4, device, backend=backend) for device, backend in (("cuda", "graph"), ("cpu", "eager"))]
+    requests = SamplingParams(temperature=0.7, seed=1), SamplingParams(top_k=20, top_p=0.9, seed=2)
+    sampler, other = samplers
+    plans = [each.plan([each.add_request(params) for params in requests]) for each in samplers]
+    sampler.warmup(modes=[plans[0].mode.name], wait=False)
+    assert sampler.statistics().variants == 0
+    end = time.monotonic() + 240
+    position, replays = 0, 0
+    while replays < 2 and time.monotonic() < end:
+        logits, positions = torch.randn(2, 1009), torch.full((2,), position)
+        drawn = sampler.sample(plans[0], logits.cuda(), positions.cuda())
+        assert drawn.tolist() == other.sample(plans[1], logits, positions).tolist()
+        position, replays = position + 1, sampler.statistics().replays
+        time.sleep(0.01)
+    found = sampler.statistics()
+    assert (found.replays, found.captures) == (2, 1)
+    assert not found.lowering.queued_stages
