@@ -132,7 +132,7 @@ def timed(engines: list[Process], options: argparse.Namespace, end: float) -> di
         stock, ours = (found[engine.name] for engine in engines[:2])
         pairs = [one["ms"] / two["ms"] for one, two in zip(stock, ours, strict=False) if "ms" in one and "ms" in two]
         cell["stock / ours"] = round(median(pairs), 3) if pairs else None  # each turn's, as the host's speed drifts
-        shown = {name: (each.get("ms"), each.get("host_us")) for name, each in cell.items()}
+        shown = {name: (each.get("ms"), each.get("host_us")) for name, each in cell.items() if isinstance(each, dict)}
         print(
             f"{rows:4d} {law:20s} " + "  ".join(f"{name} {ms} ({us})" for name, (ms, us) in shown.items()), flush=True
         )
@@ -226,6 +226,8 @@ def main() -> None:
     for engine in engines:
         made["started"][engine.name] = engine.started()
         print(f"{time.time() - began:5.0f} s  {engine.name} {made['started'][engine.name]}", flush=True)
+    made["settled"] = {engine.name: engine.ask("settle", seconds=180.0) for engine in engines}
+    print(f"{time.time() - began:5.0f} s  settled {made['settled']}", flush=True)
     parts = {"times": timed, "profile": profiled}
     try:
         if options.tokens:

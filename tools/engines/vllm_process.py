@@ -217,6 +217,25 @@ class Engine:
             ],
         }
 
+    def _settle(self, seconds: float) -> dict[str, Any]:
+        """How long it took until no stage was compiled in the background any more; stages that stay in eager torch."""
+        began, lowering = time.perf_counter(), self._lowering()
+        while lowering is not None and lowering.queued_stages and time.perf_counter() - began < seconds:
+            time.sleep(0.2)
+            lowering = self._lowering()
+        left = {} if lowering is None else {**lowering.queued_stages, **lowering.eager_stages}
+        return {"seconds": round(time.perf_counter() - began, 1), "left": left}
+
+    def _lowering(self) -> Any:
+        """How the stages of our sampler run, if there is one."""
+        if self.adapter is None:
+            return None
+        from compiled_sampler.integrations.vllm import plugin
+
+        state = self.runner.sampler._stock if self.is_v2 else plugin._INSTALLED.runners[self.runner]._sampler.engine
+        engine = state._engine if self.is_v2 else state
+        return engine.sampler.statistics().lowering
+
     def _state(self) -> dict[str, Any]:
         """The memory of the device that this process has, and what the adapter counted."""
         import torch

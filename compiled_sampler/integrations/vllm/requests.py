@@ -78,7 +78,19 @@ def unsupported(
     params: Any, vocab_size: int = ENGINE_VOCAB, settings: Settings | None = None, *, has_tokens: bool = True
 ) -> str | None:
     """What a request asks for that it cannot have, in one line; None for nothing."""
+    if _has_law_alone(params):
+        return None  # most requests, whose law vLLM has checked
     return checked_params(params, "", 0, vocab_size, settings or Settings(), has_tokens=has_tokens)[1]
+
+
+def _has_law_alone(params: Any) -> bool:
+    """Whether a request sets nothing but its law, and what is the engine's own matter."""
+    kind: Any = type(params)
+    names, defaults = _fields_of_no_use(kind)
+    if params.extra_args or params.min_tokens or params._bad_words_token_ids:
+        return False
+    edits = tuple(map(params.__getattribute__, _EDITS))
+    return edits == (*_EDITS.values(),) and tuple(map(params.__getattribute__, names)) == defaults
 
 
 def checked_params(
