@@ -6,6 +6,7 @@ import logging
 import math
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -27,7 +28,7 @@ from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_executor import StepExecutor
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.lowering.comparison import hard_rows
-from compiled_sampler.lowering.compiled_stages import CompiledStages, LoweringStatus, Progress
+from compiled_sampler.lowering.compiled_stages import CompiledStages, LoweringStatus, NotOnDisk, Progress
 from compiled_sampler.lowering.stages.stage_call import TensorSpec
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
@@ -233,7 +234,7 @@ class StepRunner:
     ) -> None:
         """Compile the stages of steps in parallel, then run each step, for every class of row counts."""
         runs = [(step, sample) for step in steps for sample in dict.fromkeys(self._samples(step))]
-        before, bound, further = 0, self._bound, len(runs) if waits else 0
+        listed, before, bound, further = [*runs], 0, self._bound, len(runs) if waits else 0
 
         def compiled(done: int, total: int, label: str) -> None:
             nonlocal before
@@ -241,19 +242,24 @@ class StepRunner:
             if progress is not None:
                 progress(done, total + further, label)
 
-        if not stages.compares:  # else each is compared before it is used, on the tensors of a run
-            unread = None if bound is None else TensorSpec.of(bound).empty()  # what listed edits write is wrong
-            with stages.precompiling(self._device, compiled, waits=waits):
-                for step, sample in runs:
-                    self._executor(step, **self._padding(step, sample, unread))
-        if not waits:
-            return
-        with stages.compiling_at_calls():
+        def run_all() -> None:
             for done, (step, sample) in enumerate(runs, start=before + 1):
                 tensors = self._padding(step, sample, bound)
                 self._executor(step, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
                 if progress is not None:
                     progress(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
+
+        if waits and not stages.compares:
+            with suppress(NotOnDisk), stages.compiling_at_calls(only_loads=True):
+                run_all()
+                listed, further = [], 0
+        unread = None if bound is None else TensorSpec.of(bound).empty()  # what listed edits write is wrong
+        with stages.precompiling(self._device, compiled, waits=waits):
+            for step, sample in listed if not stages.compares else ():
+                self._executor(step, **self._padding(step, sample, unread))
+        if waits and listed:
+            with stages.compiling_at_calls():
+                run_all()
 
     def bind(self, inputs: Mapping[str, Tensor], out: Any) -> None:
         """Let variants read inputs in place, logits of the target among them, and write results, unless out is None."""

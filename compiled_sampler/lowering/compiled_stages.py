@@ -63,6 +63,10 @@ class StageWarning(UserWarning):
     """A compiled stage differs from eager torch, or does not compile, and runs in eager torch instead."""
 
 
+class NotOnDisk(Exception):
+    """A stage is to be loaded that is not there."""
+
+
 class CompiledStages:
     """Runs stages through Inductor; a ``run`` for the pipeline.
 
@@ -81,7 +85,7 @@ class CompiledStages:
         self._eager: dict[Stage, str] = {}
         self._warned: set[str] = set()
         self._listing: Listing | None = None
-        self._is_set_up, self._takes_every_chain = False, False
+        self._is_set_up = self._takes_every_chain = self._only_loads = False
         QUEUE.users.add(self)
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
@@ -149,7 +153,7 @@ class CompiledStages:
                 yield
             finally:
                 self._listing = None
-        called = [StageCode.of_call(wanted.call) for wanted in self._wanted.values()]
+        called = [] if self.compares else [StageCode.of_call(wanted.call) for wanted in self._wanted.values()]
         codes = {code.key: code for code in (*listing.longest_first(), *called)}
         missing, done = [code for code in codes.values() if self._compiled(code) is None], 0
 
@@ -173,15 +177,17 @@ class CompiledStages:
             settled(wanted)
 
     @contextmanager
-    def compiling_at_calls(self) -> Iterator[None]:
-        """Within, the first call of a stage compiles it; where stages are compared, every chain of stages runs."""
+    def compiling_at_calls(self, *, only_loads: bool = False) -> Iterator[None]:
+        """Within, the first call of a stage compiles it, or ``only_loads`` it, where NotOnDisk says that it cannot."""
+        # Where nothing was listed every chain of stages runs, so that each is compared, or loaded.
         self._called.clear()  # of stages that ran in eager torch
-        self.compiles_at_calls, self._takes_every_chain = True, self.compares
+        self.compiles_at_calls, self._only_loads = True, only_loads
+        self._takes_every_chain = only_loads or self.compares
         try:
             yield
         finally:
             del self.compiles_at_calls
-            self._takes_every_chain = False
+            self._only_loads = self._takes_every_chain = False
 
     def run_eagerly(self, stage: Stage, reason: str) -> None:
         """Run a stage in eager torch from now on, and warn of it."""
@@ -312,6 +318,8 @@ class CompiledStages:
         def made() -> Compiled:
             return code.compiled(self._options) if is_unfit else code.found_or_compiled(self._options)
 
+        if self._only_loads and not code.is_on_disk(self._options):
+            raise NotOnDisk(code.stage.__name__)
         try:
             reason = ""
             if self.compares:

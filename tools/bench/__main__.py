@@ -5,6 +5,7 @@
                           [--streams N] [--json FILE [--append]]
     python -m tools.bench --memory [--rows 128 512 4096] [--vocab 151936] [--verify] [--backend eager] [--json FILE]
     python -m tools.bench --edits|--logprobs [--rows 128] [--cases ...] [--dtype float32] [--json FILE]
+    python -m tools.bench --start [--cases ...] [--verify] [--rows 8] [--vocab 151936] [--json FILE]
     python -m tools.bench --host [--rows 1 8 128 256] [--requests 64 512] [--vocab 151936] [--json FILE]
     torchrun --nproc-per-node 2 -m tools.bench --sharded [--mismatches N] [--json FILE]
     python -m tools.bench --host --device cpu [--rows 1 8 128 256] [--requests 64 512]
@@ -20,6 +21,7 @@ On the CPU the clock is used, and the compiled library is set against eager torc
 on the CPU how much of that is Python (tools/bench/python_alone.py).
 ``--edits`` measures what penalties, biases, masks and stops add to a step instead, and ``--logprobs`` what logprobs do
 (tools/bench/additions.py).
+``--start`` measures how soon the first token is there, and steps while kernels are built (tools/bench/start.py).
 ``--memory`` measures the peak memory of a step in every mode instead (tools/bench/memory.py).
 ``--sharded`` measures draws whose vocabulary is split over ranks instead (tools/bench/sharded.py).
 """
@@ -33,7 +35,7 @@ import torch
 from rich.console import Console
 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from tools.bench import additions, host, memory, python_alone, sharded
+from tools.bench import additions, host, memory, python_alone, sharded, start
 from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.cells import Cell, content_of, line_of, merged, stored, stored_peers, tables_of, with_peers
 from tools.bench.runs import run
@@ -59,6 +61,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, help="of the CPU; default: torch's own number")
     parser.add_argument("--host", action="store_true", help="measure the host's part of a step")
+    parser.add_argument("--start", action="store_true", help="measure first draws, and steps while kernels are built")
     parser.add_argument("--memory", action="store_true", help="measure the peak memory of a step in every mode")
     parser.add_argument("--edits", action="store_true", help="measure what edits of logits add to a step")
     parser.add_argument("--logprobs", action="store_true", help="measure what logprobs add to a step")
@@ -70,9 +73,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", help="store the cells in this file, after each of them")
     parser.add_argument("--append", action="store_true", help="keep the other cells of that file")
     options = parser.parse_args(argv)
-    whole = [name for name in ("host", "memory", "edits", "logprobs", "sharded") if getattr(options, name)]
+    alone = "host", "start", "memory", "edits", "logprobs", "sharded"
+    whole = [name for name in alone if getattr(options, name)]
     if options.rows is None and not (options.edits or options.logprobs):
         options.rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
+    if options.start:
+        options.rows = options.rows if len(options.rows) == 1 else [8]
     if options.requests is None:
         options.requests = host.REQUESTS if options.host else REQUESTS[options.device]
     if refused := _refused(options, whole):
@@ -145,6 +151,8 @@ def _ran_whole(options: argparse.Namespace) -> bool:
         python_alone.run(options.rows, options.requests)
     elif options.host:
         host.run(options.rows, options.requests, options.vocab[0], options.json)
+    elif options.start:
+        start.run(options)
     elif options.memory:
         memory.run(options)
     elif options.sharded:

@@ -195,7 +195,7 @@ class CompileQueue:
         if is_last:
             _logger.info("all kernels that were asked for are there, but for those in Sampler.statistics().lowering")
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """End threads and processes: a thread that the interpreter leaves behind may crash in torch."""
         with self.lock:
             self._is_over = True
@@ -220,7 +220,7 @@ class CompileQueue:
 
 
 QUEUE = CompileQueue()
-atexit.register(QUEUE._end)
+atexit.register(QUEUE.end)
 
 
 def _loaded(call: StageCall) -> tuple[Compiled | None, Path | None]:

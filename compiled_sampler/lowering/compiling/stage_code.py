@@ -113,6 +113,11 @@ class StageCode(NamedTuple):
                 store(path, made)
         return made
 
+    def is_on_disk(self, exact: Options) -> bool:
+        """Whether the stage is there, or is one that is never kept."""
+        path = self.path(exact)
+        return path is None or path.exists()
+
     def found(self, path: Path | None) -> Compiled | None:
         """What is on disk, if it serves such tensors."""
         found = None if path is None else load(path, self.scope)
