@@ -11,6 +11,9 @@ from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.noise import NoiseKeys
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, packed_key
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, idle_status
+from compiled_sampler.edits.allowed_token_ids import AllowedIds
+from compiled_sampler.edits.masks import row_words
+from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.bounds import Leaders
 from compiled_sampler.passes.candidates import sort
 from compiled_sampler.passes.maxima import BlockMaxima, first_token
@@ -32,13 +35,32 @@ def largest_of_shard(keys: Tensor) -> Tensor:
     return keys.amax(-1, keepdim=True)
 
 
-def first_of_shard(logits: Tensor, blocks: BlockMaxima, *, vocab_size: int, block: int, start: int) -> Tensor:
+def words_of_shard(
+    token_bitmask: Tensor | None,
+    slots: Tensor,
+    allowed: AllowedIds | None,
+    *,
+    vocab_size: int,
+    start: int,
+    width: int,
+) -> Tensor:
+    """The bits of the shard's tokens in the masks of whole rows, int32 ``[R, ceil(width / 32)]``."""
+    words = row_words(token_bitmask, slots, allowed, vocab_size=vocab_size)
+    assert words is not None
+    (first, shift), count = divmod(start, 32), -(-width // 32)
+    if not shift:
+        return words[:, first : first + count].clone()
+    low, high = (F.pad(words, (0, 2))[:, begin : begin + count] for begin in (first, first + 1))
+    return ((low >> shift) & ((1 << (32 - shift)) - 1)) | (high << (32 - shift))
+
+
+def first_of_shard(logits: AnyLogits, blocks: BlockMaxima, *, vocab_size: int, block: int, start: int) -> Tensor:
     """``told_best`` of greedy rows: the first token of the order."""
     return told_best(*first_token(logits, blocks, vocab_size, block), start)
 
 
 def winners_of_blocks(
-    logits: Tensor,
+    logits: AnyLogits,
     blocks: BlockMaxima,
     rows: RowParams,
     row_max: Tensor | None,

@@ -15,6 +15,7 @@ drew for these. Every rank makes the same collectives, whatever its width: no ch
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -23,10 +24,11 @@ from torch import Tensor
 from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
-from compiled_sampler.edits.tables import EditInputs, NoiseInputs
+from compiled_sampler.edits.tables import EditInputs, EditTables, NoiseInputs
 from compiled_sampler.exact.threshold import block_masses, row_masses
 from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
+from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.maxima import mass_units
 from compiled_sampler.passes.race import draw_from_candidates
 from compiled_sampler.passes.shards import (
@@ -38,9 +40,10 @@ from compiled_sampler.passes.shards import (
     rows_of_shard,
     winners_of_blocks,
     winners_of_leaders,
+    words_of_shard,
 )
 from compiled_sampler.pipeline.chunks import in_chunks, part_of
-from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits
+from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, has_lists, logits_to_draw_from
 from compiled_sampler.pipeline.sample import Draw, edit_and_draw, keyed_by, race_blocks, race_by_bounds
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates
@@ -68,15 +71,18 @@ def drawing_in(shard: VocabularyShard) -> Draw:
         if mode.searches or logprobs is not None or not _are_by_token(edits):
             return _draw_for_rows(mode, logits, row_slots, noise_slots, edits, logprobs, stream, shard, run)
         width = shard.width(mode.vocab_size)
-        if not width:  # stands for a token that is masked
-            logits = logits.new_full((logits.shape[0], 1), -math.inf)
-        elif edits is not None:
-            logits = _edited_columns(schedule, logits, row_slots, edits, shard, run)
         own = replace(mode, vocab_size=max(width, 1), base_is_row=False)
-        schedule = schedule_for(own, logits.shape[0], logits.device)
+        if not width:  # stands for a token that is masked
+            logits, edits = logits.new_full((logits.shape[0], 1), -math.inf), None
+        elif edits is not None and has_lists(edits.tables):
+            logits, edits = _edited_columns(schedule, logits, row_slots, edits, shard, run), None
+        elif edits is not None:
+            edits = _masks_of_shard(mode, row_slots, edits, shard, run)
+        schedule = drawing_schedule(own, logits, edits)
+        columns = logits_to_draw_from(schedule, logits, row_slots, edits, run, ExitStack()).logits
         if mode.capacity:
-            return _draw_from_candidates(mode, schedule, logits, noise_slots, stream, shard, run)
-        return _draw_from_winners(schedule, logits, noise_slots, stream, shard, run)
+            return _draw_from_candidates(mode, schedule, columns, noise_slots, stream, shard, run)
+        return _draw_from_winners(schedule, columns, noise_slots, stream, shard, run)
 
     return draw
 
@@ -131,13 +137,24 @@ def _edited_columns(
     return in_chunks(edited, run, edited_chunk, logits, row_slots, in_place)
 
 
+def _masks_of_shard(
+    mode: Mode, row_slots: RowSlots, edits: EditInputs, shard: VocabularyShard, run: Run
+) -> EditInputs | None:
+    """The masks of the shard's columns, for edits without lists; None where no mask acts."""
+    masks = edits.token_bitmask, row_slots.slots, edits.tables.allowed
+    if masks[0] is None and masks[2] is None:
+        return None
+    static = {"vocab_size": mode.vocab_size, "start": shard.start, "width": shard.width(mode.vocab_size)}
+    return EditInputs(EditTables(), run(words_of_shard, *masks, **static))
+
+
 def _draw_from_winners(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, shard: VocabularyShard, run: Run
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, shard: VocabularyShard, run: Run
 ) -> SampleOutputs:
     """The winners of races over the columns of all ranks, ``[R]``."""
     mode, start = schedule.mode, {"start": shard.start}
 
-    def winners_of_chunk(logits: Tensor, row_slots: RowSlots, largest: Tensor | None) -> Tensor:
+    def winners_of_chunk(logits: AnyLogits, row_slots: RowSlots, largest: Tensor | None) -> Tensor:
         if not mode.draws:
             blocks = block_maxima(schedule, logits, run)
             return run(first_of_shard, logits, blocks, **schedule.order.blocks, **start)
@@ -154,26 +171,32 @@ def _draw_from_winners(
     return run(draw_from_shards, shard.maximum(winners, run), row_slots)
 
 
-def _largest(schedule: Schedule, logits: Tensor, shard: VocabularyShard, run: Run) -> Tensor:
+def _largest(schedule: Schedule, logits: AnyLogits, shard: VocabularyShard, run: Run) -> Tensor:
     """The largest order key of each row over the columns of all ranks, int32 ``[R, 1]``."""
 
-    def largest_of_chunk(logits: Tensor) -> Tensor:
+    def largest_of_chunk(logits: AnyLogits) -> Tensor:
         return run(largest_of_shard, block_maxima(schedule, logits, run).keys)
 
     return shard.maximum(in_chunks(schedule, run, largest_of_chunk, logits), run)
 
 
 def _draw_from_candidates(
-    mode: Mode, schedule: Schedule, logits: Tensor, row_slots: RowSlots, stream: int, shard: VocabularyShard, run: Run
+    mode: Mode,
+    schedule: Schedule,
+    logits: AnyLogits,
+    row_slots: RowSlots,
+    stream: int,
+    shard: VocabularyShard,
+    run: Run,
 ) -> SampleOutputs:
     """The winners of races among the candidates of whole rows, ``[R]``."""
 
-    def candidates_of_chunk(logits: Tensor, row_slots: RowSlots) -> Tensor:
+    def candidates_of_chunk(logits: AnyLogits, row_slots: RowSlots) -> Tensor:
         found = find_candidates(schedule, logits, row_slots, run, in_order=False)
         static = {"start": shard.start, "count": mode.capacity}
         return run(candidates_of_shard, found.tokens, found.nan_bits, **static)
 
-    def masses_of_chunk(logits: Tensor, row_slots: RowSlots, largest: Tensor) -> Tensor:
+    def masses_of_chunk(logits: AnyLogits, row_slots: RowSlots, largest: Tensor) -> Tensor:
         row_max, scale = run(mass_units, largest, row_slots)
         return run(row_masses, run(block_masses, logits, row_max, scale, **schedule.mass.blocks))
 

@@ -36,6 +36,7 @@ from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.logprobs import LAWS
 from compiled_sampler.modes import RULES
 from tests.builders.custom_edits import EDITS, HISTORY, V, params_with, random_inputs
+from tests.builders.edits import EDITS as EVERY_EDIT
 from tests.builders.edits import random_mask, random_request
 from tests.builders.filters import hard_rows
 
@@ -49,6 +50,18 @@ LAWS_OF_MODES: dict[str, list[dict[str, Any]]] = {
     "top_k": [{"top_k": 100}, {"top_k": 200, "min_p": 0.05}],
     "full": [{"top_p": 0.9}, {"top_k": 100, "top_p": 0.95, "min_p": 0.01}, {"top_p": 0.3}],
 }
+EDITS_OF_MODES: tuple[tuple[str, Sequence[str]], ...] = (
+    ("greedy", ()),
+    ("no_filter", ()),
+    ("top_k_top_p[64]", ("allowed_token_ids",)),
+    ("min_p", ("allowed_token_ids", "stops")),
+    ("greedy", ("penalties", "dry", "allowed_token_ids")),
+    ("no_filter", ("dry", "logit_bias", "allowed_token_ids")),
+    ("min_p", ("min_tokens", "bad_words", "stops")),
+    ("top_k_top_p[64]", ("penalties", "logit_bias", "watermark")),
+    ("full", EVERY_EDIT),
+)
+"""Of random requests; masks come with calls, too."""
 
 
 def asked(
@@ -257,17 +270,17 @@ def every_edit(vocab_size: int, sizes: Sequence[int]) -> None:
     """Steps with random edits, one after the other, whose tokens stand in the history; with masks; and verified."""
     source = random.Random(3)
     pair = Pair(vocab_size, sizes, history_len=64, edit_sizes=EditSizes(bad_words=8))
-    for names in (
-        (),
-        ("penalties", "logit_bias"),
-        ("min_tokens", "bad_words", "stops"),
-        ("dry", "allowed_token_ids"),
-        None,
-    ):
-        requests = [random_request(source, vocab_size, *(() if names is None else (names,))) for _ in range(10)]
+    for mode, names in EDITS_OF_MODES:
+        drawn_edits = [name for name in names if name != "watermark"]
+        requests = [random_request(source, vocab_size, drawn_edits) for _ in range(10)]
+        for row, (each, laws) in enumerate(zip(requests, itertools.cycle(LAWS_OF_MODES[mode]))):
+            for name in ("temperature", "top_k", "top_p", "min_p"):
+                each.given.pop(name, None)
+            each.given.update(laws, **({"watermark_tokens": row % 3} if "watermark" in names else {}))
         slots = [pair.added(each.params, each.prompt, each.output) for each in requests]
         positions = torch.tensor([each.position for each in requests])
         plans = pair.plans(slots)
+        assert plans[0].mode.name == mode
         for step in range(3):
             logits = rows_like(10, vocab_size, step)
             mask = random_mask(source, 10, vocab_size) if step else None
@@ -276,7 +289,7 @@ def every_edit(vocab_size: int, sizes: Sequence[int]) -> None:
             assert drawn.token_ids.shape == (10,)
         drafts = torch.randint(0, vocab_size, (10, 2))
         verified = pair.plans(slots, num_drafts=[2] * 10)
-        for rule in RULES:
+        for rule in RULES[: 1 if "watermark" in names else 3]:
             pair.call("verify", verified, rows_like(30, vocab_size, 9), drafts, positions + 3, rule)
         for slot in slots:
             pair.whole.remove_request(slot)

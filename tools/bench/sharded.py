@@ -37,6 +37,7 @@ SHARDED_CASES = ("greedy", "no_filter", "min_p .05", "k 50 + p .9", "k 1000", "p
 WAYS = ("ours", "all-gather", "all-to-all", "rank 0")
 _WARM, _REPEATS, _FEWEST_CALLS, _MOST_CALLS = 3, 15, 8, 48
 _LEAVE_TIMEOUT_S = 20
+_TITLE = "us a call; in brackets as a multiple of ours"
 
 
 class Ranks:
@@ -217,7 +218,7 @@ def run(options: argparse.Namespace) -> None:
 def table_of(cells: list[dict[str, Any]]) -> Table:
     """The cells, with what each other way takes as a multiple of ours."""
     names = [name for name in dict.fromkeys(name for cell in cells for name in cell) if name not in ("case", "rows")]
-    table = Table("case", "rows", *names, title="us a call; in brackets as a multiple of ours")
+    table = Table("case", "rows", *names, title=None if "of" in names else _TITLE)
     for cell in cells:
         shown = [str(cell.get(name, "")) for name in names]
         if "ours" in cell:
