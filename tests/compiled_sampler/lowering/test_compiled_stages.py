@@ -156,7 +156,8 @@ def reference(name: str, logits: Tensor) -> SampleOutputs:
         return sampler.sample(sampler.plan([slot] * len(logits)), logits, torch.arange(len(logits)))
 
 
-def test_warmup_reports_every_stage_it_compiles_and_every_mode_it_runs():
+def test_warmup_reports_every_stage_it_compiles_and_every_mode_it_runs(monkeypatch):
+    monkeypatch.setattr(StageCode, "is_on_disk", lambda *_: False)
     calls: list[tuple[int, int, str]] = []
     sampler = Sampler(V, SHARED_SLOTS, backend="compiled")
     sampler.warmup(lambda *call: calls.append(call))
