@@ -24,7 +24,7 @@ def main() -> None:
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what anything prints is no answer
     with contextlib.suppress(AttributeError, OSError):
-        os.nice(19)
+        os.nice(int(sys.argv[1]))
     import_compilers()
     with contextlib.suppress(EOFError):
         while True:

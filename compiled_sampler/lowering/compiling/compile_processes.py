@@ -19,6 +19,7 @@ import torch
 from compiled_sampler.lowering.stages.stage_call import StageCall
 
 _PATIENCE = 300.0  # seconds for one stage
+_NICENESS = 19
 _WORKER = "compiled_sampler.lowering.compile_worker"
 
 
@@ -67,7 +68,7 @@ class CompileProcess:
 def _started() -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(str(path) or os.getcwd() for path in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", _WORKER],
+        [sys.executable, "-P", "-m", _WORKER, str(_NICENESS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

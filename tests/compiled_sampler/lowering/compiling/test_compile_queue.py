@@ -51,6 +51,7 @@ def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user has it, with one process."""
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
     monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setattr(compile_processes, "_NICENESS", 0)  # beside other tests it would hardly ever run
     monkeypatch.setattr(compile_queue, "_IDLE_SECONDS", 0.0)  # no test finds the process of another
 
 
