@@ -125,7 +125,7 @@ def test_wrong_probabilities_raise():
         verify_from_probs(TARGET[:4], DRAFTS, seeds=SEEDS, positions=0, backend="eager")
 
 
-FUNCTIONS = [getattr(functional, name) for name in functional.__all__]
+FUNCTIONS = [getattr(functional, name) for name in functional.__all__ if name != "warmup"]
 OF_REQUEST = "a request of a Sampler has it: add_request(SamplingParams({}=...))"
 OF_CALL = "a call of a Sampler has it: sample or verify(plan, ..., {}=...)"
 ELSEWHERE = {
