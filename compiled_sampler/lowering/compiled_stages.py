@@ -24,8 +24,8 @@ from compiled_sampler.lowering.comparison import fault
 from compiled_sampler.lowering.compiling.compile_queue import HANGS, QUEUE, Settled, WantedStage
 from compiled_sampler.lowering.compiling.parallel_compile import BackgroundLaunches, Listing
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
-from compiled_sampler.lowering.inductor.compilation import Compiled, Options, set_up_triton
-from compiled_sampler.lowering.inductor.versions import is_known
+from compiled_sampler.lowering.inductor.compilation import Compiled, Options, import_compilers, set_up_triton
+from compiled_sampler.lowering.inductor.versions import LOCK, is_known
 from compiled_sampler.lowering.stages.stage_call import StageCall, leaves, shape
 from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
 
@@ -146,7 +146,7 @@ class CompiledStages:
     ) -> Iterator[None]:
         """Within, stages give zeros, in their shapes; at the end all that were ever called are compiled in parallel."""
         # Without waits they are asked for alone, before all others; progress is then called by a thread.
-        self._set_up(device)
+        self._set_up_compilers(device)
         with BackgroundLaunches(device if waits else _NOWHERE) as background:
             self._listing = listing = Listing(background)
             try:
@@ -236,6 +236,11 @@ class CompiledStages:
         set_up_triton(device)
         self._is_set_up = True
 
+    def _set_up_compilers(self, device: torch.device) -> None:
+        with LOCK:  # two threads that import them at once find modules that are half imported
+            import_compilers()
+            self._set_up(device)
+
     def _first_call(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
         """What runs a stage for tensors of such shapes: compiled code, or eager torch until that is there."""
         found: Callable[..., Any]
@@ -310,7 +315,7 @@ class CompiledStages:
     def _compile(self, code: StageCode) -> Callable[..., Any]:
         """The code of a stage from disk, or compiled now in this thread; in eager torch where it fails or differs."""
         code.check_not_capturing()
-        self._set_up(code.device)
+        self._set_up_compilers(code.device)
         known = self._wanted.get(code.key)
         is_unfit = known is not None and known.compiled is not None  # and so is what is on disk
 

@@ -127,6 +127,22 @@ print([name for name in [*sys.modules] if name.startswith(("torch._dynamo", "tor
     assert ran.stdout.strip() == "[]"
 
 
+def test_a_warmup_that_begins_while_a_thread_imports_the_compilers_compiles_all():
+    code = """
+import time, torch
+from compiled_sampler import Sampler, SamplingParams
+sampler = Sampler(129, 2)
+plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, temperature=0.0))])
+sampler.sample(plan, torch.randn(1, 129), torch.tensor([0]))
+time.sleep(0.2)
+sampler.warmup(modes=())
+lowering = sampler.statistics().lowering
+print({**lowering.eager_stages}, {**lowering.queued_stages})
+"""
+    ran = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
+    assert ran.stdout.strip() == "{} {}", ran.stderr
+
+
 FAILURES: dict[str, tuple[Any, str, Any, str]] = {
     "it ends": (compile_processes, "_WORKER", "compileall", "the process that compiles it ended"),
     "it cannot be started": (compile_processes.sys, "executable", "/nowhere/python", "no process can be started"),
