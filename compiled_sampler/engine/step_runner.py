@@ -95,7 +95,10 @@ class StepRunner:
         self.largest_bucket = self._cache.ladder.largest  # rows of the largest batch that is captured
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
-        self._captures_late, self._uncapturable = False, set[str]()  # steps, by name
+        self._captures_late, self._uncapturable = (
+            False,
+            set[tuple[str, int]](),
+        )  # steps by name, with requests of a batch
         self._chosen: dict[Any, Step] = {}  # of 75 registered steps a choice takes 50 us, of a verification 320
         self._staged = requests.staged
         self._executor = StepExecutor(
@@ -126,9 +129,9 @@ class StepRunner:
             return {**plan.inputs(step.reads_counts, on_host), **of_call}
 
         into, given = out if out is None or step.logprobs is None else flat(out), inputs(plan, tensors, True)
-        may_come = self._captures_late and step.name not in self._uncapturable
+        may_come = self._captures_late and (step.name, len(plan.slots)) not in self._uncapturable
         if may_come and self._stages is not None and self._stages.are_settled:
-            may_come = self._capture(step, given, into)
+            may_come = self._capture(step, len(plan.slots), given, into)
         route, rows = self._cache.route(step.name, given, out=into, is_exact=is_exact)
         if route.key is None and may_come:
             return partial(self._run_until_settled, step)
@@ -161,7 +164,7 @@ class StepRunner:
         fits = (known for known in self._registered.values() if known.can_replace(step, self.custom.of_call))
         return self._remembered(step, min(fits, key=lambda known: len(known.edits), default=step))
 
-    def _capture(self, step: Step, given: dict[str, Any], out: Any) -> bool:
+    def _capture(self, step: Step, count: int, given: dict[str, Any], out: Any) -> bool:
         """Capture the variant for such a batch; whether a later call shall try again."""
         assert self._stages is not None
         try:
@@ -169,7 +172,7 @@ class StepRunner:
         except CaptureError as error:
             if not self._stages.are_settled:  # a stage was wanted that nobody had asked for before
                 return True
-            self._uncapturable.add(step.name)
+            self._uncapturable.add((step.name, count))
             _logger.warning("step %s runs without a graph: %s", step.name, error)
         return False
 

@@ -33,7 +33,7 @@ class Mocked(ModuleType):
     def __getattr__(self, name: str) -> Any:
         """A submodule, or a new object."""
         if name.startswith("__"):
-            raise LookupError(name)
+            raise AttributeError(name)
         if f"{self.__name__}.{name}" in self._real:
             return importlib.import_module(f"{self.__name__}.{name}")
         made: Any = (lambda *_, **__: False) if name.startswith("is_") else MagicMock(name=name)

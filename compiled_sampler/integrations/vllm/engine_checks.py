@@ -9,6 +9,7 @@ LAWS = {"raw_logprobs": "raw", "processed_logprobs": "filtered"}
 """vLLM's ``logprobs_mode`` as a law of ``Logprobs``: the processed one is that which a token is drawn from."""
 BUILTIN_PROCESSORS = ("MinTokensLogitsProcessor", "LogitBiasLogitsProcessor", "MinPLogitsProcessor")
 """Logits processors of vLLM whose work the sampler does."""
+WATERMARK = "watermark_config must be None; seeded noise takes no other watermark"
 
 
 def unsupported_engine(runner: Any) -> str | None:
@@ -22,6 +23,8 @@ def unsupported_v2(config: Any, custom_processors: Sequence[Any]) -> str | None:
     drafts = config.speculative_config
     if drafts is not None and drafts.enable_adaptive_verification:
         return "enable_adaptive_verification must be False, got True; the host does not know the numbers of drafts then"
+    if config.parallel_config.enable_batch_sharded_sampling:
+        return "enable_batch_sharded_sampling must be False, got True; it gathers logprobs of another form"
     if config.model_config.enable_trace_replay:
         return "enable_trace_replay must be False, got True; its tokens are not drawn"
     return _unsupported(config, [type(each).__name__ for each in custom_processors])
@@ -34,7 +37,7 @@ def _unsupported(config: Any, foreign_processors: Sequence[str]) -> str | None:
     if drafts is not None and drafts.rejection_sample_method == "synthetic":
         return "rejection_sample_method must not be 'synthetic'; it accepts drafts that the model would not"
     if config.watermark_config is not None:
-        return "watermark_config must be None; seeded noise takes no other watermark"
+        return WATERMARK
     if model.return_sampling_mask:
         return "return_sampling_mask must be False, got True; the adapter returns none"
     if model.is_diffusion:

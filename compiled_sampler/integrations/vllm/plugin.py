@@ -37,7 +37,12 @@ class _Installed:
 
         from compiled_sampler.integrations.vllm import v2_sampler
 
-        for name, kind in (("Sampler", v2_sampler.SlotSampler), ("RejectionSampler", v2_sampler.SlotVerifier)):
+        kinds = {
+            "Sampler": v2_sampler.SlotSampler,
+            "GPUWatermarkSampler": v2_sampler.WatermarkSampler,
+            "RejectionSampler": v2_sampler.SlotVerifier,
+        }
+        for name, kind in kinds.items():
             self.originals.append((model_runner, name, getattr(model_runner, name)))
             setattr(model_runner, name, kind)
 
@@ -90,7 +95,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Have vLLM draw again as it did, also in engines that are there, and unset the environment variable."""
+    """Have vLLM draw again as it did, and unset the environment variable; engines with a V2 runner keep our sampler."""
     _INSTALLED.restore()
     _INSTALLED.settings = None
     _INSTALLED.runners.clear()

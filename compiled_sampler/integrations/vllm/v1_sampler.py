@@ -90,6 +90,12 @@ class BatchRequests:
         self._last = HeldBatch([each.req_id for each in states], list(states), prompt_lens.tobytes(), slots, ends)
         return self._last
 
+    def not_drawn(self, state: Any, checked: CheckedRequest) -> str | None:
+        """Why a request of a batch would end without a token of its own; None for one that is drawn."""
+        if checked.own is None or state.req_id in self._held:
+            return checked.reason
+        return _unknown_text(state, checked.own)
+
     def still(self, batch: Any, states: dict[str, Any]) -> HeldBatch | None:
         """The rows of vLLM's ``input_batch`` if they are those of the last batch."""
         last = self._last
@@ -186,11 +192,12 @@ class RunnerState:
             states = [self._runner.requests[request_id] for request_id in batch.req_ids]
             self._checked = {each.req_id: self._check(each, sampler.engine) for each in states}
             if self._settings.on_unsupported == "stock":
-                for each in self._checked.values():
-                    if each.reason is not None:
-                        sampler.requests.forget()
-                        self._count_stock(each.reason)
-                        return None
+                reasons = (sampler.requests.not_drawn(each, self._checked[each.req_id]) for each in states)
+                reason = next(filter(None, reasons), None)
+                if reason is not None:
+                    sampler.requests.forget()
+                    self._count_stock(reason)
+                    return None
             rows = sampler.requests.of_batch(states, self._checked)
         if self._settings.on_unsupported == "error":
             # vLLM's generators draw nothing then, and its bookkeeping of a prompt's chunks fails with those of the CPU.

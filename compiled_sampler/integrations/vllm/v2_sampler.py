@@ -14,15 +14,17 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.v1.watermarking.gpu_sampler import GPUWatermarkSampler
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, gather_draft_sampled
 
+from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.requests.uploads import sent
 from compiled_sampler.integrations.vllm import requests
-from compiled_sampler.integrations.vllm.engine_checks import unsupported_v2
+from compiled_sampler.integrations.vllm.engine_checks import WATERMARK, unsupported_v2
 from compiled_sampler.integrations.vllm.engine_sampler import Drawn, EngineSampler, PlannedBatch
 from compiled_sampler.integrations.vllm.results import GaplessLogprobs
 from compiled_sampler.integrations.vllm.settings import Settings
@@ -103,8 +105,20 @@ class SlotSampler(Sampler):  # type: ignore[misc]
             self._bring_added(logits)
             if self._refused and self._settings.on_unsupported == "stock":
                 reason = next((self._refused[each][0] for each in indices.tolist() if each in self._refused), None)
+                if reason is not None:
+                    self._let_go(indices)
         self.counts.update(["batches"] if reason is None else ["stock_batches", f"stock: {reason}"])
         return self._engine if reason is None else None
+
+    def _let_go(self, indices: np.ndarray) -> None:
+        """Leave to vLLM for good the requests whose edits read tokens, as ours does not learn those that vLLM draws."""
+        assert self._engine is not None
+        for index in indices.tolist():
+            slot = int(self._slots[index])
+            if slot >= 0 and reading(self._engine.sampler.request(slot).edits):
+                self._engine.remove(slot)
+                self._slots[index] = -1
+                self._refused[index] = "its tokens were drawn by vLLM's own sampler", 0
 
     def _bring_added(self, logits: Tensor) -> None:
         """Add to our sampler the requests that came since the last step; the first time, make it."""
@@ -172,6 +186,15 @@ class SlotSampler(Sampler):  # type: ignore[misc]
         return SamplerOutput(drawn.token_ids, logprobs, num_nans, num_sampled, num_rejected)
 
 
+class WatermarkSampler(GPUWatermarkSampler):  # type: ignore[misc]
+    """vLLM's V2 sampler with a watermark, which draws as it did, or is refused."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        if SlotSampler.settings.on_unsupported == "error":
+            raise RuntimeError(f"{WATERMARK}; or install(on_unsupported='stock') to draw by vLLM's sampler")
+        super().__init__(*args, **given)
+
+
 class SlotVerifier(RejectionSampler):  # type: ignore[misc]
     """vLLM's V2 verification of drafts, which verifies by ours."""
 
@@ -185,6 +208,8 @@ class SlotVerifier(RejectionSampler):  # type: ignore[misc]
         invalid_drafts: Tensor | None = None,
     ) -> SamplerOutput:
         """The accepted drafts of every request, and one token more."""
+        if not isinstance(self.sampler, SlotSampler):  # one of watermarks
+            return super().__call__(logits, input_batch, draft_logits, invalid_drafts)
         sampler, indices = self.sampler, input_batch.idx_mapping_np
         engine = sampler.engine_for(logits, indices)
         if engine is None:

@@ -119,3 +119,14 @@ def test_admission_refuses_a_request_alone(params: Given, prompt: list[int] | No
         return
     with pytest.raises(ValidationError, match=message):
         checked(processor)
+
+
+def test_a_request_whose_tokens_the_host_does_not_know_is_drawn_by_vllm_where_it_shall() -> None:
+    """With asynchronous scheduling, after a batch that vLLM drew; it would end otherwise."""
+    from compiled_sampler.integrations.vllm.settings import Settings
+
+    state = state_of({"a": Given(**GREEDY, repetition_penalty=2.0)})
+    state._settings = Settings("stock", backend="eager")
+    state._runner.requests["a"].output_token_ids = [4, -1]
+    assert state.draw(torch.zeros(1, V), None) is None
+    assert state.counts["stock_batches"] == 1

@@ -61,9 +61,11 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def config_of(**changed: Any) -> Any:
     given = {"rejection_sample_method": "standard", "enable_adaptive_verification": False}
     drafts = SimpleNamespace(num_speculative_tokens=2, draft_sample_method="probabilistic", **given)
-    config = v1_runner(**{"speculative_config": drafts, **changed}).vllm_config
+    given = {name: value for name, value in changed.items() if name != "sharded"}
+    config = v1_runner(**{"speculative_config": drafts, **given}).vllm_config
     config.model_config.seed, config.model_config.max_model_len = 3, 32
     config.model_config.enable_trace_replay = False
+    config.parallel_config = SimpleNamespace(enable_batch_sharded_sampling=changed.get("sharded", False))
     return config
 
 
@@ -258,6 +260,35 @@ def test_what_a_request_cannot_have_ends_it_alone_or_is_given_to_vllm(
     assert statistics()["stock_batches"] == 1
 
 
+def test_a_request_whose_tokens_vllm_drew_stays_with_vllm_where_edits_read_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ours would miss them in its history; a request without such edits comes back."""
+    sampler = sampler_with(States(), on_unsupported="stock")
+    monkeypatch.setattr(StockSampler, "add_request", lambda *_: None)
+    monkeypatch.setattr(StockSampler, "__call__", lambda *_: "stock")
+    add(sampler, 0, "a", [1], [], seed=1, repetition_penalty=2.0)
+    add(sampler, 1, "b", [1], [], seed=2, logprob_token_ids=[3], logprobs=1)
+    add(sampler, 2, "c", [1], [], seed=3)
+    logits = logits_of(3)
+    assert sampler(logits[:1], batch_of([0], [0])) != "stock"
+    assert sampler(logits, batch_of([0, 1, 2], [1, 0, 0])) == "stock"
+    assert sampler(logits[:1], batch_of([0], [2])) == "stock"
+    assert sampler(logits[:1], batch_of([2], [1])) != "stock"
+    add(sampler, 0, "a2", [1], [], seed=1, repetition_penalty=2.0)
+    assert sampler(logits[:1], batch_of([0], [0])) != "stock"
+
+
+def test_an_engine_with_a_watermark_is_refused_or_draws_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    install()
+    monkeypatch.setattr(RejectionSampler, "__call__", lambda *_: "stock")
+    with pytest.raises(RuntimeError, match="watermark_config must be None"):
+        model_runner.GPUWatermarkSampler(object())
+    verifier = model_runner.RejectionSampler.__new__(model_runner.RejectionSampler)
+    verifier.sampler = SimpleNamespace()
+    assert verifier(torch.zeros(1, V), batch_of([0], [0], [0], input_ids=None)) == "stock"
+
+
 def test_it_is_put_where_a_runner_makes_its_samplers_and_taken_back() -> None:
     install()
     assert issubclass(model_runner.Sampler, StockSampler)
@@ -272,6 +303,7 @@ def test_it_is_put_where_a_runner_makes_its_samplers_and_taken_back() -> None:
         ({"watermark_config": object()}, [], "watermark_config"),
         ({"logprobs_mode": "raw_logits"}, [], "logprobs_mode"),
         ({}, [States()], "logits_processors must be vLLM's own, got States"),
+        ({"sharded": True}, [], "enable_batch_sharded_sampling must be False"),
         (
             {"speculative_config": SimpleNamespace(enable_adaptive_verification=True)},
             [],
