@@ -12,7 +12,7 @@ from torch import Tensor
 
 from graph_cache.buffers import StaticTensors
 from graph_cache.capture import CaptureBackend, CudaBackend
-from graph_cache.keys import BucketLadder, VariantKey, keys_of, out_matches
+from graph_cache.keys import BucketLadder, OutBinding, VariantKey, keys_of, out_matches
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Inputs, Registry, Results, check_out, checked_rows
 from graph_cache.routes import Batch, CacheStatistics, Route, Routes, copied_bytes
@@ -181,9 +181,8 @@ class GraphCache:
         bucket = self.ladder.bucket_for(checked_rows(registration.inputs, tensors, rows, self.device))
         if not bucket or self._variants.backend is None or self._is_capturing():
             return False
-        matched = {each: self._statics.bindings[each] for each in self._statics.matched(tensors)}
-        of_out = self._statics.outs.get(name)
-        bound_out = of_out if of_out is not None and out_matches(of_out, out) else None
+        bound, bound_out = self._in_place(name, tensors, out)
+        matched = {each: self._statics.bindings[each] for each in bound}
         key = keys_of(name, registration.inputs, matched, bound_out, bucket)[0]
         if key not in self._variants:
             self._variants.capture([key], None, self._captured)
@@ -243,14 +242,20 @@ class GraphCache:
         """
         registration = self._registry.named(name)
         rows = checked_rows(registration.inputs, tensors, rows, self.device)
-        bound, of_out = self._statics.matched(tensors), self._statics.outs.get(name)
+        bound, bound_out = self._in_place(name, tensors, out)
         is_copied = copied_bytes(registration, tensors, rows, bound) > registration.most_copied
-        has_bound_out = of_out is not None and out_matches(of_out, out)
-        batch = Batch(name, rows, bound, has_bound_out, self._is_capturing(), is_exact, is_copied)
+        batch = Batch(name, rows, bound, bound_out is not None, self._is_capturing(), is_exact, is_copied)
         route = self._routes.of(batch, self._statics.bindings, self._statics.outs)
         if out is not None and route.key is not None:
             check_out(out, self._variants[route.key].outputs.rows(rows))
         return route, rows
+
+    def _in_place(
+        self, name: str, tensors: Mapping[str, Given], out: Results | None
+    ) -> tuple[tuple[str, ...], OutBinding | None]:
+        """The inputs that a batch brings where they are bound, and what is bound of results, if its ``out`` is that."""
+        of_out = self._statics.outs.get(name)
+        return self._statics.matched(tensors), of_out if of_out is not None and out_matches(of_out, out) else None
 
     def evict(self, name: str | None = None, rows: int | None = None, unbound: bool = False) -> int:
         """Remove the variants that meet every given condition, or all variants; owned buffers stay.

@@ -95,10 +95,8 @@ class StepRunner:
         self.largest_bucket = self._cache.ladder.largest  # rows of the largest batch that is captured
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
-        self._captures_late, self._uncapturable = (
-            False,
-            set[tuple[str, int]](),
-        )  # steps by name, with requests of a batch
+        self._captures_late = False
+        self._uncapturable: set[tuple[str, int]] = set()  # steps by name, with the number of requests
         self._chosen: dict[Any, Step] = {}  # of 75 registered steps a choice takes 50 us, of a verification 320
         self._staged = requests.staged
         self._executor = StepExecutor(

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -53,6 +53,11 @@ def verifying_sampler(backend: str, vocab_size: int, params: Sequence[SamplingPa
     ways = [Verification(rule, width) for rule in RULES]
     made_with, buckets = "eager" if backend == "graph" else backend, [2, len(params)]
     made = Sampler(vocab_size, len(params), backend=made_with, buckets=buckets, verifications=ways)
+    return holding(made, backend, params)
+
+
+def holding(made: Sampler, backend: str, params: Iterable[SamplingParams]) -> Sampler:
+    """The sampler with these requests; for "graph", mode ``full`` is recorded before, for ``replay_recordings``."""
     if backend == "graph":
         replay_recordings(made)
         made.warmup(modes=["full"])

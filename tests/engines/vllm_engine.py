@@ -22,7 +22,6 @@ ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
 }
 ENGINE = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8, "block_size": 32}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 EOS = 1
 
 

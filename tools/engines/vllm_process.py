@@ -27,7 +27,7 @@ MODELS = {  # vocabulary, hidden, intermediate, layers, heads, KV heads, size of
     "loop": (128, 256, 512, 2, 4, 2, 64, 2.5),  # repeats itself, so that n-gram drafts are accepted
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-SHARED = [(7 * each) % 100 + 10 for each in range(70)]
+SHARED = [(7 * each) % 100 + 10 for each in range(70)]  # two blocks of 32 tokens that the cache of prefixes may hold
 PROMPTS = [[5, 6, 7] * 4, [9, 3], [*SHARED, 4], [*SHARED, 8, 9], [11], [*range(20, 60)], [8, 8, 8], [30, 31, 30, 31]]
 LAWS: list[dict[str, Any]] = [
     {"temperature": 0.7},

@@ -1,4 +1,4 @@
-"""The sampler inside vLLM's V1 model runner: ``COMPILED_SAMPLER_VLLM=1``, or ``install()`` before an engine is made.
+"""The sampler inside vLLM's model runners: ``COMPILED_SAMPLER_VLLM=1``, or ``install()`` before an engine is made.
 
 In the docstrings here N is the number of requests of a batch, K the most drafts of one of them.
 """

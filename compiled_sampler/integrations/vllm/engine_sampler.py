@@ -46,7 +46,7 @@ class Drawn(NamedTuple):
     token_ids: Tensor
     """``[N, 1]``, with drafts ``[N, K+1]``; -1 after the last token, which is never the first."""
     num_emitted: Tensor | None
-    """int32 ``[N]`` with drafts, at least 1."""
+    """int64 ``[N]`` with drafts; 0 for a request that got the token that ends it."""
     logprobs: tuple[Tensor, Tensor, Tensor] | None
     """The fields of LogprobsTensors, a row for each place of ``token_ids``."""
 
@@ -183,7 +183,7 @@ class EngineSampler:
         tokens = made.token_ids.to(batch.out.token_ids.dtype)
         tokens[:, 0] = with_endings(tokens[:, 0], batch.ending)
         logprobs = None if top is None else logprob_columns(tokens, made.logprobs, top)
-        return Drawn(tokens, made.num_emitted.clamp(min=1).to(torch.int32), logprobs)
+        return Drawn(tokens, made.num_emitted, logprobs)
 
     def _logprobs(self, top: int) -> Logprobs:
         return Logprobs(top=min(max(top, MOST_TOP), self._vocab_size), of=self._law, rank=True)

@@ -85,25 +85,18 @@ def unsupported(
 
 def _has_law_alone(params: Any) -> bool:
     """Whether a request sets nothing but its law, and what is the engine's own matter."""
-    kind: Any = type(params)
-    names, defaults = _fields_of_no_use(kind)
     if params.extra_args or params.min_tokens or params._bad_words_token_ids:
         return False
-    edits = tuple(map(params.__getattribute__, _EDITS))
-    return edits == (*_EDITS.values(),) and tuple(map(params.__getattribute__, names)) == defaults
+    return tuple(map(params.__getattribute__, _EDITS)) == (*_EDITS.values(),) and _refused_field(params) is None
 
 
 def checked_params(
     params: Any, request_id: str, salt: int, vocab_size: int, settings: Settings, *, has_tokens: bool = True
 ) -> tuple[SamplingParams | None, str | None]:
     """The parameters of a request that can be drawn, or in one line what it asks for that it cannot have."""
-    kind: Any = type(params)
-    names, defaults = _fields_of_no_use(kind)
-    if (values := tuple(map(params.__getattribute__, names))) != defaults:
-        for name, value, default in zip(names, values, defaults, strict=True):
-            if value not in REFUSED.get(name, (default,)):
-                known = "leave it out" if name in REFUSED else "the adapter does not know it"
-                return None, f"{name} must be {default} here, got {value!r}; {known}"
+    reason = _refused_field(params)
+    if reason is not None:
+        return None, reason
     if params.extra_args:
         for name, reason in _refused(settings).items():
             if name in params.extra_args:
@@ -118,6 +111,18 @@ def checked_params(
     if not has_tokens and reading(edits):
         return None, f"the prompt must be of tokens for {' and '.join(reading(edits))}, got embeddings; pass token ids"
     return own, None
+
+
+def _refused_field(params: Any) -> str | None:
+    """The first field that asks for what the adapter does not have or does not know, in one line; None for none."""
+    kind: Any = type(params)
+    names, defaults = _fields_of_no_use(kind)
+    values = tuple(map(params.__getattribute__, names))
+    for name, value, default in zip(names, values, defaults, strict=True) if values != defaults else ():
+        if value not in REFUSED.get(name, (default,)):
+            known = "leave it out" if name in REFUSED else "the adapter does not know it"
+            return f"{name} must be {default} here, got {value!r}; {known}"
+    return None
 
 
 @functools.cache

@@ -236,7 +236,8 @@ class SlotVerifier(RejectionSampler):  # type: ignore[misc]
         starts = list(range(0, drawn.token_ids.numel() + 1, drawn.token_ids.shape[1]))
         drawn = drawn._replace(token_ids=drawn.token_ids.to(drafts.dtype))
         assert drawn.num_emitted is not None
-        return sampler.output(drawn, logits, input_batch, drawn.num_emitted, starts)
+        num_sampled = drawn.num_emitted.clamp(min=1).to(torch.int32)
+        return sampler.output(drawn, logits, input_batch, num_sampled, starts)
 
     def _draft_probs(self, draft_logits: Tensor, input_batch: Any) -> Tensor:
         """The law of each draft, float32 ``[D, V]``: vLLM's drafters draw at the temperature, and filter nothing."""

@@ -81,6 +81,6 @@ SUPPORTED = Supported(
 )
 
 
-def check_version(version: str, find: Find | None = None, interface: Interface = INTERFACE) -> None:
+def check_version(version: str, find: Find | None = None) -> None:
     """Raise ImportError unless the adapter fits a version of vLLM."""
-    check_supported(SUPPORTED._replace(interface=interface), version, find)
+    check_supported(SUPPORTED, version, find)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, SamplingParams, functional
-from tests.builders.sampler import replay_recordings, same
+from tests.builders.sampler import holding, same
 
 V, R = 257, 6
 PARAMS = [
@@ -16,24 +16,19 @@ PARAMS = [
 LOGITS, POSITIONS = torch.randn(R, V, generator=torch.Generator().manual_seed(3)), torch.arange(R) + 5
 
 
-def holding(backend: str) -> Sampler:
+def sampler_on(backend: str) -> Sampler:
     made = Sampler(V, 8, backend="eager" if backend == "graph" else backend, history_len=16)
-    if backend == "graph":
-        replay_recordings(made)
-        made.warmup(modes=["full"])
-    for params in PARAMS:
-        made.add_request(params)
-    return made
+    return holding(made, backend, PARAMS)
 
 
 @pytest.fixture(scope="module")
 def reference() -> Sampler:
-    return holding("reference")
+    return sampler_on("reference")
 
 
 @pytest.mark.parametrize("backend", ["eager", "compiled", "graph"])
 def test_every_backend_draws_the_tokens_of_the_definition(reference, backend):
-    sampler, indices = holding(backend), torch.tensor([0, 1, 2, 31, 0, 2**24 - 1])
+    sampler, indices = sampler_on(backend), torch.tensor([0, 1, 2, 31, 0, 2**24 - 1])
     plan, wanted = sampler.plan(range(R), "full"), reference.plan(range(R), "full")
     by_row = reference.sample(wanted, LOGITS, POSITIONS, draw_index=indices)
     for given in (indices, indices.to(torch.int32)):
@@ -83,7 +78,7 @@ def test_draws_of_one_position_are_as_independent_as_those_of_two():
     ids=repr,
 )
 def test_a_wrong_index_is_refused_and_the_sampler_works_afterwards(index, error, message):
-    sampler = holding("eager")
+    sampler = sampler_on("eager")
     plan = sampler.plan(range(R))
     with pytest.raises(error, match=message):
         sampler.sample(plan, LOGITS, POSITIONS, draw_index=index)

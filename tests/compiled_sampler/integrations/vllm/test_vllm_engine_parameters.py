@@ -9,7 +9,8 @@ import torch
 pytest.importorskip("vllm")
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams
-from tests.engines.vllm_engine import EOS, NGRAM, make_model, run
+from tests.engines.vllm_engine import EOS, make_model, run
+from tools.engines.vllm_process import NGRAM
 
 pytestmark = pytest.mark.full
 

@@ -11,23 +11,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.engines.vllm_engine import ENVIRONMENT, NGRAM, ROOT, make_model, run
+from tests.engines.vllm_engine import ENVIRONMENT, ROOT, make_model, run
+from tools.engines.vllm_process import LAWS, NGRAM, PROMPTS
 
 pytestmark = pytest.mark.full
 
 VOCAB = 128
-SHARED = [(7 * i) % 100 + 10 for i in range(70)]  # two blocks of 32 tokens that the cache of prefixes may hold
-PROMPTS = [[5, 6, 7] * 4, [9, 3], [*SHARED, 4], [*SHARED, 8, 9], [11], list(range(20, 60)), [8, 8, 8], [30, 31, 30, 31]]
-LAWS: list[dict[str, Any]] = [
-    {"temperature": 0.7},
-    {"temperature": 0.0},
-    {"temperature": 0.8, "top_k": 20, "top_p": 0.9},
-    {"top_p": 0.7},
-    {"temperature": 0.6, "min_p": 0.05},
-    {"temperature": 0.7, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
-    {"temperature": 0.8, "logit_bias": {"7": 1.5}, "top_k": 5},
-    {"temperature": 0.5, "min_tokens": 20},
-]
 REQUESTS = [
     {"prompt": prompt, "params": {"seed": 100 + place, "max_tokens": 48, "ignore_eos": place != 7, **law}}
     for place, (prompt, law) in enumerate(zip(PROMPTS, LAWS, strict=True))
