@@ -3,12 +3,14 @@
 Command line, in an environment with vLLM 0.32 and this package::
 
     python -m tools.engines.vllm_gpu [--runners v1 v2] [--model small] [--rows 1 8 32 128 256] [--laws greedy ...]
-                                     [--rounds 10] [--seconds 400] [--profile] [--tokens] [--drafts] [--json FILE]
+                                     [--rounds 10] [--seconds 400] [--times] [--profile] [--tokens] [--ways ngram ...]
+                                     [--drafts] [--json FILE]
 
 An engine with vLLM's sampler and one with ours run in processes of their own on one GPU and take turns, since what a
 shared host does varies by 2 within minutes; only one of them works at a time. Times are of whole rounds over their
 tokens. ``--profile`` says where a step's time goes, ``--tokens`` compares tokens and hashes of logits between batches,
-orders and engines, ``--drafts`` has engines that draft by n-grams.
+orders and engines, also with engines of ours that work in other ``--ways``, ``--drafts`` has engines that draft by
+n-grams.
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from tools.engines.vllm_process import PROMPTS, make_model
+from tools.engines.vllm_serve import Server
 
 CELLS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
@@ -36,6 +40,17 @@ CELLS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
     "logprobs 5": {"logprobs": 5},
     "no seeds k 50 p .9": {"top_p": 0.9, "top_k": 50, "seed": None},
+}
+SMALL_CACHE = {"max_model_len": 160, "num_gpu_blocks_override": 20}
+WAYS: dict[str, dict[str, Any]] = {
+    "chunked": {"engine": {"max_num_seqs": 8, "max_num_batched_tokens": 24, "enable_prefix_caching": False}},
+    "preempted": {"engine": SMALL_CACHE},
+    "ngram": {"drafts": "ngram"},
+    "ngram_preempted": {"drafts": "ngram", "engine": SMALL_CACHE},
+    "eager": {"engine": {"enforce_eager": True}},
+    "invariant": {"environment": {"VLLM_BATCH_INVARIANT": "1"}},
+    "two_ranks": {"engine": {"tensor_parallel_size": 2, "disable_custom_all_reduce": True}},
+    "served": {"is_server": True},
 }
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -52,15 +67,12 @@ ENVIRONMENT = {
 class Process:
     """An engine in a process of its own."""
 
-    def __init__(self, case: dict[str, Any], caches: Path, log: Path) -> None:
+    def __init__(self, case: dict[str, Any], environment: dict[str, str], log: Path) -> None:
         """Start it; it is ready when ``started`` returns."""
-        folder = caches / case["name"]
-        places = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-        own = {name: str(folder / place) for name, place in places.items()}
         command = [sys.executable, "-W", "ignore", "-m", "tools.engines.vllm_process", json.dumps(case)]
-        environment = {**os.environ, **ENVIRONMENT, **own, **case.get("environment", {})}
         self.name, self._log = case["name"], log.open("w")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
+        environment = {**os.environ, **environment}
         self._process = subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes)
 
     def started(self) -> dict[str, Any]:
@@ -84,6 +96,18 @@ class Process:
         return json.loads(line) if line else {"error": f"{self.name} ended"}
 
 
+Engines = Sequence[Process | Server]
+
+
+def started(case: dict[str, Any], work: Path) -> Process | Server:
+    """An engine or a server that begins to start, with compile caches of its own."""
+    folder, log = work / "caches" / case["name"], work / f"{case['name']}.log"
+    places = {"VLLM_CACHE_ROOT": "vllm", "TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    own = {name: str(folder / place) for name, place in places.items()}
+    environment = {**ENVIRONMENT, **own, **case.get("environment", {})}
+    return (Server if case.get("is_server") else Process)(case, environment, log)
+
+
 def cases(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     """The engines to start."""
     most = max(options.rows)
@@ -97,17 +121,21 @@ def cases(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
         "gpu_memory_utilization": 0.05,
         "compilation_config": {"cudagraph_capture_sizes": sizes},
         "seed": 0,
+        "disable_log_stats": False,
     }
     named = []
-    for runner, sampler in itertools.product(options.runners, ("stock", "ours")):
+    for runner, sampler in itertools.product(options.runners, options.samplers):
         case = {"runner": runner, "sampler": sampler, "folder": str(folder), "engine": engine}
         if options.drafts:
             case["drafts"] = "ngram"
         named.append({"name": f"{runner}_{sampler}", **case})
+    for runner, way in itertools.product(options.runners, options.ways):
+        case = {"runner": runner, "sampler": "ours", "folder": str(folder), **WAYS[way]}
+        named.append({"name": f"{runner}_ours_{way}", **case, "engine": {**engine, **WAYS[way].get("engine", {})}})
     return named
 
 
-def timed(engines: list[Process], options: argparse.Namespace, end: float) -> dict[str, Any]:
+def timed(engines: Engines, options: argparse.Namespace, end: float) -> dict[str, Any]:
     """Each cell in turns: medians, worst and best of each engine."""
     made: dict[str, Any] = {}
     for rows, law in itertools.product(options.rows, options.laws):
@@ -142,7 +170,7 @@ def timed(engines: list[Process], options: argparse.Namespace, end: float) -> di
     return made
 
 
-def profiled(engines: list[Process], options: argparse.Namespace, end: float) -> dict[str, Any]:
+def profiled(engines: Engines, options: argparse.Namespace, end: float) -> dict[str, Any]:
     """Where the time of some steps goes."""
     made: dict[str, Any] = {}
     for rows, law in itertools.product(options.rows, options.laws):
@@ -157,8 +185,8 @@ def profiled(engines: list[Process], options: argparse.Namespace, end: float) ->
     return made
 
 
-def compared(engines: list[Process], end: float) -> dict[str, Any]:
-    """Tokens of eight requests alone, in a batch, reversed and again, in each engine."""
+def compared(engines: Engines, end: float) -> dict[str, Any]:
+    """Tokens of eight requests alone, in a batch, reversed and again, in each engine; beside the first of its kind."""
     everyone = list(range(len(PROMPTS)))
     orders = {**{f"alone {each}": [each] for each in everyone}, "batch": everyone, "reversed": everyone[::-1]}
     orders["again"] = everyone
@@ -171,7 +199,7 @@ def compared(engines: list[Process], end: float) -> dict[str, Any]:
         if "error" in answer:
             print(label, answer["error"], flush=True)
             continue
-        kind = next(engine.name for engine in engines if engine.name.endswith(label.split()[0].rpartition("_")[2]))
+        kind = next(engine.name for engine in engines if engine.name.split("_")[1] == label.split()[0].split("_")[1])
         alone = {place: made[f"{kind} alone {place}"].get(place) for place in answer}
         rows = [_same(alone[place], each, len(PROMPTS[int(place)])) for place, each in answer.items()]
         equal, other, broken, streams = (sum(column) for column in zip(*rows, strict=True))
@@ -202,6 +230,8 @@ def main() -> None:
     """Start engines, ask them, print tables."""
     parser = argparse.ArgumentParser(description="vLLM on a GPU with our sampler and with its own.", allow_abbrev=False)
     parser.add_argument("--runners", nargs="+", default=["v1", "v2"], choices=["v1", "v2"])
+    parser.add_argument("--samplers", nargs="+", default=["stock", "ours"], choices=["stock", "ours"])
+    parser.add_argument("--ways", nargs="+", default=[], choices=[*WAYS], help="of engines whose tokens are compared")
     parser.add_argument("--model", default="small", choices=["small", "1B", "loop"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 128, 256])
     parser.add_argument("--laws", nargs="+", default=[*CELLS], choices=[*CELLS])
@@ -219,15 +249,14 @@ def main() -> None:
     signal.signal(signal.SIGALRM, _late)
     signal.alarm(int(options.seconds) + 15)
     folder = make_model(options.model, options.work / options.model)
-    engines = [
-        Process(case, options.work / "caches", options.work / f"{case['name']}.log") for case in cases(options, folder)
-    ]
+    engines = [started(case, options.work) for case in cases(options, folder)]
     made: dict[str, Any] = {"started": {}}
     for engine in engines:
         made["started"][engine.name] = engine.started()
         print(f"{time.time() - began:5.0f} s  {engine.name} {made['started'][engine.name]}", flush=True)
-    made["settled"] = {engine.name: engine.ask("settle", seconds=180.0) for engine in engines}
-    print(f"{time.time() - began:5.0f} s  settled {made['settled']}", flush=True)
+    if options.times or options.profile:  # tokens are the same before, while and after stages are compiled
+        made["settled"] = {engine.name: engine.ask("settle", seconds=180.0) for engine in engines}
+        print(f"{time.time() - began:5.0f} s  settled {made['settled']}", flush=True)
     parts = {"times": timed, "profile": profiled}
     try:
         if options.tokens:

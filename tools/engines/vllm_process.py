@@ -29,6 +29,7 @@ MODELS = {  # vocabulary, hidden, intermediate, layers, heads, KV heads, size of
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SHARED = [(7 * each) % 100 + 10 for each in range(70)]  # two blocks of 32 tokens that the cache of prefixes may hold
 PROMPTS = [[5, 6, 7] * 4, [9, 3], [*SHARED, 4], [*SHARED, 8, 9], [11], [*range(20, 60)], [8, 8, 8], [30, 31, 30, 31]]
+METRICS = ("vllm:num_preemptions", "vllm:prefix_cache_hits", "vllm:spec_decode_num_accepted_tokens")
 LAWS: list[dict[str, Any]] = [
     {"temperature": 0.7},
     {"temperature": 0.0},
@@ -55,12 +56,26 @@ def make_model(name: str, folder: Path) -> Path:
     ids = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2, "max_position_embeddings": 4096}
     config = Qwen3Config(vocab_size=vocab, initializer_range=0.2, dtype="bfloat16", **sizes, **attention, **ids)
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(config)
     with torch.no_grad():
         model.lm_head.weight *= factor
     model.to(torch.bfloat16).save_pretrained(folder)
+    make_tokenizer(vocab).save_pretrained(folder)
     return folder
+
+
+def make_tokenizer(vocab_size: int) -> Any:
+    """A tokenizer of a byte a token, and of tokens that stand for no text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = ["<pad>", "</s>", "<s>", *alphabet, *(f"<{each}>" for each in range(vocab_size))][:vocab_size]
+    tokenizer = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    special = {"eos_token": "</s>", "pad_token": "<pad>", "bos_token": "<s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 class Engine:
@@ -85,11 +100,13 @@ class Engine:
             "import_s": round(imported - began, 1),
             "start_s": round(time.perf_counter() - imported, 1),
         }
-        self.runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self.is_v2 = case["runner"] == "v2"
         self.host: list[float] = []
         self.hashes: dict[str, dict[int, str]] | None = None
-        self._watch()
+        self.runner: Any = None  # of several ranks, each has a process of its own
+        if case.get("engine", {}).get("tensor_parallel_size", 1) == 1:
+            self.runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+            self._watch()
 
     def _watch(self) -> None:
         """Time each call of the sampler on the host, and hash its logits where that is asked for."""
@@ -228,7 +245,7 @@ class Engine:
 
     def _lowering(self) -> Any:
         """How the stages of our sampler run, if there is one."""
-        if self.adapter is None:
+        if self.adapter is None or self.runner is None:
             return None
         from compiled_sampler.integrations.vllm import plugin
 
@@ -246,6 +263,7 @@ class Engine:
             "allocated_mb": torch.cuda.memory_allocated() / 2**20,
             "reserved_mb": torch.cuda.memory_reserved() / 2**20,
             "statistics": counted,
+            "metrics": {each.name: each.value for each in self.llm.get_metrics() if each.name in METRICS},
         }
 
 

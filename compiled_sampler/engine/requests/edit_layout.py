@@ -46,21 +46,34 @@ class RowLayout:
         self._without_edits = np.zeros(self.num_words, np.int32)
         for column in columns:
             self._part(self._without_edits, column)[...] = column.off or 0
+        self._places = dict[tuple[str, ...], list[tuple[Column, int | None]]]()
         self._of_every = [column for column in columns if column.off is None]
 
     def row_of(self, params: SamplingParams, edits: Sequence[str], prompt_len: int, reads_history: bool) -> np.ndarray:
         """The row of a request with these edits, int32 ``[num_words]``; ``check_fits`` has looked at it."""
         row = self._without_edits.copy()
         slot_row = SlotRow(prompt_len, reads_history, self._sizes, self._vocab_size)
-        used = (column for spec in EDIT_SPECS if spec.name in edits for column in spec.columns.values())
-        for column in dict.fromkeys((*self._of_every, *used)):
-            value, part = column.value(params, slot_row), self._part(row, column)
-            if self.shapes[column]:
-                values = np.asarray(value)
-                part[tuple(map(slice, values.shape))] = values
+        numbers = {dtype: row.view(of_numpy) for dtype, of_numpy in _DTYPES.items()}
+        for column, place in self._places_of(tuple(edits)):
+            value = column.value(params, slot_row)
+            if place is not None:
+                numbers[column.dtype][place] = value
             else:
-                part[...] = value
+                values = np.asarray(value)
+                self._part(row, column)[tuple(map(slice, values.shape))] = values
         return row
+
+    def _places_of(self, edits: tuple[str, ...]) -> list[tuple[Column, int | None]]:
+        """The columns that edits use, each with its place in a row of its dtype; None for a list."""
+        found = self._places.get(edits)
+        if found is None:
+            used = (column for spec in EDIT_SPECS if spec.name in edits for column in spec.columns.values())
+            columns = dict.fromkeys((*self._of_every, *used))
+            words = {column: column.dtype.itemsize // torch.int32.itemsize for column in columns}
+            found = self._places[edits] = [
+                (column, None if self.shapes[column] else self.starts[column] // words[column]) for column in columns
+            ]
+        return found
 
     def _part(self, row: np.ndarray, column: Column) -> np.ndarray:
         """The numbers of a column in a row, which share its memory."""

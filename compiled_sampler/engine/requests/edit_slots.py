@@ -22,11 +22,11 @@ from compiled_sampler.edits.watermark import WATERMARK
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_layout import RowLayout, check_fits
 from compiled_sampler.engine.requests.history import TokenHistory
-from compiled_sampler.engine.requests.uploads import LEAST_ENTRIES, sent
+from compiled_sampler.engine.requests.uploads import LEAST_ENTRIES, send_rows, sent
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import check_choice, checked_int
-from graph_cache import PinnedRing, part_of
+from graph_cache import part_of
 
 _NEUTRAL = SamplingParams(seed=0)
 
@@ -48,7 +48,6 @@ class EditSlots:
         self._history_len, self._layout = history_len, RowLayout(sizes, vocab_size)
         self._rows: Tensor | None = None
         self._history: TokenHistory | None = None
-        self._ring = PinnedRing(self._layout.num_words + 2 * custom.num_columns, device)
         self._pending: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         self._tables: dict[tuple[str, ...], tuple[EditTables, CustomEdits | None]] = {}
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits
@@ -123,12 +122,13 @@ class EditSlots:
 
     def upload(self) -> None:
         """Bring the edits of added requests to the device, on the current stream and without a wait."""
-        while self._pending:
-            slot, (row, entries) = next(iter(self._pending.items()))
-            self._ring.send(row.tobytes(), self.rows[slot])
-            if entries is not None:
-                self.history.begin(slot, entries)
-            del self._pending[slot]  # only now: where the device fails, a later upload tries again
+        if not self._pending:
+            return
+        send_rows({slot: row for slot, (row, _) in self._pending.items()}, self.rows)
+        histories = {slot: entries for slot, (_, entries) in self._pending.items() if entries is not None}
+        if histories:
+            self.history.begin(histories)
+        self._pending.clear()  # only now: where the device fails, a later upload tries again
 
     def set_history(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
         """Write tokens of a request from a position on, and forget what stands behind them."""

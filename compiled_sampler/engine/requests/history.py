@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History, HistoryRows
 from compiled_sampler.edits.recording import entries_of, recorded, write_record
-from compiled_sampler.engine.requests.uploads import sent
-from graph_cache import PinnedRing
+from compiled_sampler.engine.requests.uploads import send_rows, sent
 
 _AT_ONCE = 64  # tokens of one request that are recorded together; work grows with their square
 
@@ -25,7 +24,6 @@ class TokenHistory:
             entries = sent(entries_of((), 0, length), device).repeat(num_slots + 1, 1, 1)
         # entries [S + 1, 3, L]; the last slot takes what padding writes
         self.table = History(entries, prompt_lens, is_read)
-        self._ring = PinnedRing(length * 3, device)
 
     @property
     def memory(self) -> tuple[History, HistoryRows]:
@@ -37,9 +35,9 @@ class TokenHistory:
         """Bytes of the history."""
         return self.table.entries.nbytes
 
-    def begin(self, slot: int, entries: np.ndarray) -> None:
-        """Send the history of a request, int32 ``[3, L]``, to its slot, on the current stream and without a wait."""
-        self._ring.send(entries.tobytes(), self.table.entries[slot].view(-1))
+    def begin(self, entries: Mapping[int, np.ndarray]) -> None:
+        """Send the histories of requests, int32 ``[3, L]`` by slot, on the current stream and without a wait."""
+        send_rows(entries, self.table.entries)
 
     def replace(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
         """Write tokens of one request, and forget what stands behind them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -184,6 +185,16 @@ class PlannedTensors:
     def holds(self, name: str, tensor: object) -> bool:
         """Whether a tensor is the one of a name on the device."""
         return self._there is not None and self._there.get(name) is tensor
+
+
+def send_rows(rows: Mapping[int, np.ndarray], table: Tensor) -> None:
+    """Write rows of the host into a table ``[S, ...]`` by slot, on the current stream and without a wait."""
+    # A copy for each run of slots: requests that come at once have the lowest free ones, mostly in one run.
+    for _, run in itertools.groupby(enumerate(sorted(rows)), lambda pair: pair[1] - pair[0]):
+        slots = [slot for _, slot in run]
+        here = torch.from_numpy(np.stack([rows[slot] for slot in slots]))
+        here = here if table.device.type == "cpu" else here.pin_memory()
+        table[slots[0] : slots[-1] + 1].copy_(here, non_blocking=True)
 
 
 def sent(numbers: np.ndarray, device: torch.device) -> Tensor:

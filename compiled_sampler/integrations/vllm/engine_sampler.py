@@ -35,9 +35,14 @@ class PlannedBatch(NamedTuple):
     ending: int | Tensor
     """The token that ends every request of the batch, or those of each, int64 ``[N]``."""
     positions: Tensor
-    """int64 ``[N]``, to be written before each step: of the first token that each request may draw."""
+    """int64 ``[N]``, to be written before a step that reads them: of the first token that each request may draw."""
     out: SampleOutputs
     """Where a step without drafts and logprobs writes, until the next one."""
+
+    @property
+    def reads_positions(self) -> bool:
+        """Whether a step reads positions."""
+        return self.plan.mode.draws or bool(self.plan.edits)
 
 
 class Drawn(NamedTuple):

@@ -135,7 +135,8 @@ class RunnerSampler:
         top = self._runner.input_batch.sampling_metadata.max_num_logprobs
         if drafts is None:
             batch = self.engine.planned(rows.slots, None, rows.refused)
-            self._write_positions(batch.positions)
+            if batch.reads_positions:
+                self._write_positions(batch.positions)
             drawn = self.engine.sample(batch, logits, top)
         else:
             counts = np.array(drafts.num_draft_tokens, np.int64)

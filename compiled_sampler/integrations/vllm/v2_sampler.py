@@ -92,8 +92,9 @@ class SlotSampler(Sampler):  # type: ignore[misc]
             return super().__call__(logits, input_batch)
         batch, count = self.planned(engine, input_batch), input_batch.num_reqs
         is_decode = not input_batch.has_prefill and input_batch.num_tokens == count  # a row for each input token
-        inputs = input_batch.positions[:count] if is_decode else input_batch.positions[input_batch.logits_indices]
-        torch.add(inputs, 1, out=batch.positions)
+        if batch.reads_positions:
+            inputs = input_batch.positions[:count] if is_decode else input_batch.positions[input_batch.logits_indices]
+            torch.add(inputs, 1, out=batch.positions)
         dims = self.get_logprobs_dims(input_batch.idx_mapping_np, include_token_ids=False)
         drawn = engine.sample(batch, logits, None if dims is None else dims[0])
         return self.output(drawn, logits, input_batch, None if is_decode else self._ones[:count].clone())
