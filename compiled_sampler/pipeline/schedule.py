@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from compiled_sampler.exact.triton import ENTRY_BYTES, list_stride
+from compiled_sampler.exact.triton import ENTRY_BYTES, list_stride, part_tiles
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.candidates import FAN_OUT, MOST_CHOSEN, STORED_BLOCK
 
@@ -187,6 +187,8 @@ class Schedule:
     """How the largest keys of a level are found: numpy's partition, ranking by counting, or choosing bit by bit."""
     fuses_levels: bool
     """Whether the blocks of a level are found and chosen in one kernel."""
+    part_tiles: tuple[int, ...]
+    """Tiles of a part of a row in hand-written races, where rows are weighed too and where not; none without races."""
     skips_rows: bool
     """Whether hand-written kernels skip rows that need no search; otherwise the host waits for the rows' flags."""
     row_max_kernel: bool
@@ -287,6 +289,7 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         levels=_levels(size, triton) if narrows else (),
         picks_by="rank" if few and narrows else "choose" if triton else "select",
         fuses_levels=triton and narrows and not few and _are_fused(rows, mode),
+        part_tiles=_part_tiles(size, rows) if triton and (mode.searches or (by_bounds and mode.draws)) else (),
         skips_rows=triton,
         row_max_kernel=triton and size_class == LARGE_ROWS,
         per_block_max=triton,
@@ -294,6 +297,10 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         eager_chunk_rows=chunk_rows(mode, triton=triton, fused=False, edited=is_edited),
         searches_requests=bool(mode.rule) and rows > _MOST_COMPARED,
     )
+
+
+def _part_tiles(vocab_size: int, rows: int) -> tuple[int, ...]:
+    return tuple(part_tiles(vocab_size, rows, weighs=weighs) for weighs in (True, False))
 
 
 def _row_class(rows: int, triton: bool) -> int:

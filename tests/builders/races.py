@@ -15,11 +15,12 @@ from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import NoiseKeys, noise_keys
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, row_logits
 from compiled_sampler.core.rows import RowParams
+from compiled_sampler.exact import triton as triton_launches
 from compiled_sampler.exact.row_race import NO_WINNER, race_beyond_candidates, race_top_k
 from compiled_sampler.exact.threshold import Threshold
 from tests.cases.hard_rows import KINDS
 
-LAUNCHES: dict[str, dict[str, float]] = {
+LAUNCHES: dict[str, dict[str, Any]] = {
     "as always": {},
     "lists of all that is kept": {"_FEW": 2**30},
     "no lists": {"_FEW": -1},
@@ -27,9 +28,9 @@ LAUNCHES: dict[str, dict[str, float]] = {
     "no proofs": {"_SAMPLES": 0},
     "every row races first": {"_LISTED_TOP_K": 0, "_FEW": -1},
     "few rows race first": {"_LISTED_TOP_K": 2**30},
-    "rows in two parts": {"_RACING": 2 * len(KINDS), "_LEAST_PARTS": 1, "_RACE_DEPTH": 2},
-    "four rows a program": {"_FEW_ROWS": 0},
-    "rows in parts of a tile": {"_LEAST_PARTS": 256, "_RACE_DEPTH": 1},
+    "rows in two parts": {"_RACING": 2 * len(KINDS), "_PARTS": (2, 1), "_RACE_DEPTH": 2},
+    "four rows a program": {"FEW_ROWS": 0},
+    "rows in parts of a tile": {"_PARTS": (256,), "_RACE_DEPTH": 1},
     "three programs measure": {"_PROGRAMS": 3, "_PROGRAMS_OF_K": 3},
     "short lists": {"_FEW": 2**30, "_CAPACITY": 24},
     "brackets that miss": {"_FEW": 2**30, "_DEVIATIONS": -9.0},
@@ -183,9 +184,9 @@ def won_by_others(
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))
     noise = (rows.noise_mask, rows.min_p_log2, [*rows.keys])
     operators = importlib.import_module("compiled_sampler.exact.triton.operators")
-    launches = importlib.import_module("compiled_sampler.exact.triton.operators")
     differ = torch.zeros(wanted.shape[0], dtype=torch.bool)
-    with mock.patch.dict(vars(launches), LAUNCHES[launch]):
+    constants = LAUNCHES[launch]
+    with mock.patch.dict(vars(operators), constants), mock.patch.dict(vars(triton_launches), constants):
         if filters.startswith("all"):
             is_first = torch.arange(len(row_max), device=device) % 3 > 0
             first = known.beyond_candidates & (rows.top_k >= vocab_size) & is_first

@@ -1,7 +1,8 @@
 """The only hand-written kernels: the search and the race of single rows on CUDA, twins of definitions in plain torch.
 
-Its modules are imported when the first CUDA tensor asks for them: CPU builds of torch have no Triton. How long the
-lists of a search are, the memory that the kernels need most of, is known here, without Triton.
+Its modules are imported when the first CUDA tensor asks for them: CPU builds of torch have no Triton. What schedules
+need is known here, without Triton: how long the lists of a search are, the memory that the kernels need most of, and
+how a race cuts rows into parts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,18 @@ SPARE = 256
 ENTRY_BYTES = 8
 """An int64 each, see ``records.py``."""
 
+TILE = 128
+"""Tokens of a tile of a race."""
+
+MOST_PARTS = 256
+"""Parts of a row in a race, at most, one program each."""
+
+GROUP, FEW_ROWS = 4, 32
+"""Rows of a large batch that a program looks at, where few race: thousands that end at once take 5 us. Up to the second
+number a program of a race looks at one row, and few rows are measured."""
+
+_RACING = 24 * 132  # programs that race at once
+_PARTS = MOST_PARTS, 198, 132, 99, 66, 49, 33, 24, 16, 12  # of a row; few, as stages that read parts depend on them
 _ALIGNED = 16  # entries; so that each list begins where wide loads can
 
 
@@ -27,3 +40,15 @@ def list_stride(vocab_size: int, longest: int = LONGEST) -> int:
     """Entries from list to list: a list that holds every token of its row is never full and needs no spare."""
     capacity = list_capacity(vocab_size, longest)
     return capacity if capacity >= vocab_size else capacity + SPARE
+
+
+def rows_of_program(num_rows: int, weighs: bool) -> int:
+    """Rows that a program of a race looks at."""
+    return 1 if weighs or num_rows <= FEW_ROWS else GROUP
+
+
+def part_tiles(vocab_size: int, num_rows: int, tile: int = TILE, *, weighs: bool) -> int:
+    """Tiles of a part of a row, so that all programs run at once, unless parts would be long to race again."""
+    rows = -(-num_rows // rows_of_program(num_rows, weighs))
+    parts = next((count for count in _PARTS if count * rows <= _RACING), _PARTS[-1])
+    return -(-vocab_size // (tile * parts))

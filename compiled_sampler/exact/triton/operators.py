@@ -42,7 +42,17 @@ import triton
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from compiled_sampler.exact.triton import LONGEST, list_capacity, list_stride
+from compiled_sampler.exact.triton import (
+    FEW_ROWS,
+    GROUP,
+    LONGEST,
+    MOST_PARTS,
+    TILE,
+    list_capacity,
+    list_stride,
+    part_tiles,
+    rows_of_program,
+)
 from compiled_sampler.exact.triton.bracket import bracket_kernel
 from compiled_sampler.exact.triton.finish import finish_kernel
 from compiled_sampler.exact.triton.measure import measure_kernel
@@ -57,11 +67,9 @@ _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less mi
 _CAPACITY = LONGEST  # tokens of a list, or all of a row that has less
 _FEW = 2048  # tokens above a bracket that are listed too, about: the search grows by them, the race ends with them
 _LISTED_TOP_K = 1024  # top-k up to which a row skips the race and is searched: so few tokens nearly always fit the list
-_RACING, _LEAST_PARTS, _MOST_PARTS = 24 * 132, 12, 256  # programs that race at once; parts of a row, one each
-_RACE_DEPTH, _RACE_LANES = 4, 32  # a tile of a race: one warp, for which a mask has a word, decides if it scores
+_RACE_LANES = 32  # a tile of a race: one warp, for which a mask has a word, decides if it scores
+_RACE_DEPTH = TILE // _RACE_LANES
 _MASS_DEPTH = 16  # the same where nothing is decided
-_FEW_ROWS = 32  # up to which a program of a race looks at one row, and few rows are measured
-_GROUP = 4  # rows of a large batch that a program looks at, where few race: thousands that end at once take 5 us
 _DEPTH, _LANES = 8, 32  # a tile of a pass over the row, of one warp: it takes room in the list once
 _PROGRAMS, _PROGRAMS_OF_K = 28 * 132, 32 * 132  # as many as measure at once; without masses
 _PROGRAMS_OF_FEW = 6 * 132  # of up to 32 rows with a race before, of which few are measured: most start for nothing
@@ -138,16 +146,11 @@ def empty_search(top_ks: Tensor, vocab_size: int) -> Search:
     return Search(torch.empty_like(top_ks), brackets, top_ks.new_empty((num_rows, SUM_FIELDS.value)), lists, open_rows)
 
 
-def part_tiles(vocab_size: int, num_rows: int) -> int:
-    """Tiles of a part of a row, so that all programs run at once, unless parts would be long to race again."""
-    parts = max(_LEAST_PARTS, min(_RACING // max(num_rows, 1), _MOST_PARTS))
-    return int(triton.cdiv(triton.cdiv(vocab_size, _RACE_DEPTH * _RACE_LANES), parts))
-
-
 def empty_parts(top_ks: Tensor, vocab_size: int, *, weighs: bool) -> tuple[Tensor, int]:
     """Memory for the winner of each part of a row ``[R, parts]``, and the tiles of a part."""
-    tiles = part_tiles(vocab_size, triton.cdiv(top_ks.shape[0], _group(top_ks, weighs=weighs)))
-    num_parts = triton.cdiv(vocab_size, tiles * _RACE_DEPTH * _RACE_LANES)
+    tile = _RACE_DEPTH * _RACE_LANES
+    tiles = part_tiles(vocab_size, top_ks.shape[0], tile, weighs=weighs)
+    num_parts = triton.cdiv(vocab_size, tiles * tile)
     return top_ks.new_empty((top_ks.shape[0], num_parts)), tiles
 
 
@@ -205,7 +208,7 @@ def launch_bracket(
         (num_rows,),
         _arguments(rows, filters, race, search) | arguments | _or_unread(nan_bits, search),
         {"FIRST_PASS": is_first, "BASE_IS_ROW": filters.base_is_row, "SAMPLE": _SAMPLE, "RUN": _RUN, "STEPS": _STEPS}
-        | {"DEVIATIONS": _DEVIATIONS, "PIVOTS": _PIVOTS, "FEW": _FEW, "MAX_PARTS": _MOST_PARTS}
+        | {"DEVIATIONS": _DEVIATIONS, "PIVOTS": _PIVOTS, "FEW": _FEW, "MAX_PARTS": MOST_PARTS}
         | {"MAX_SAMPLES": _SAMPLES},
         maxnreg=128,
         num_warps=4 if is_first and num_rows > _BRACKETS else 8,
@@ -219,7 +222,7 @@ def launch_measure(
     num_rows, is_first = rows.logits.shape[0], nan_bits is not None
     num_tiles = num_rows * triton.cdiv(rows.vocab_size, _DEPTH * _LANES)
     programs, registers = (_PROGRAMS_OF_K, 64) if is_first else (_PROGRAMS, 72)  # for each thread, so that all do run
-    if draws and not is_first and num_rows <= _FEW_ROWS:
+    if draws and not is_first and num_rows <= FEW_ROWS:
         programs = _PROGRAMS_OF_FEW
     _launch(
         measure_kernel,
@@ -241,7 +244,7 @@ def launch_finish(rows: Rows, filters: Filters, race: Race, search: Search, *, d
         (rows.logits.shape[0],),
         _arguments(rows, filters, race, search) | arguments,
         {"BASE_IS_ROW": filters.base_is_row, "LANES": 32 * _WARPS, "DEPTH": _RESIDENT, "PIVOTS": _PIVOTS}
-        | {**_list_size(rows), "MAX_PARTS": _MOST_PARTS, "LISTED_TOP_K": _LISTED_TOP_K},
+        | {**_list_size(rows), "MAX_PARTS": MOST_PARTS, "LISTED_TOP_K": _LISTED_TOP_K},
         num_warps=_WARPS,
     )
 
@@ -290,8 +293,7 @@ def _or_unread(nan_bits: Tensor | None, search: Search) -> dict[str, Tensor]:
 
 def _group(top_ks: Tensor, *, weighs: bool = False, seldom: bool = False) -> int:
     """Rows of ``[R]`` that a program of a race looks at: several of many rows, and of fewer that ``seldom`` race."""
-    least = _GROUP if seldom else _FEW_ROWS + 1
-    return 1 if weighs or top_ks.shape[0] < least else _GROUP
+    return GROUP if seldom and not weighs and top_ks.shape[0] >= GROUP else rows_of_program(top_ks.shape[0], weighs)
 
 
 @triton_op("compiled_sampler::search_threshold", mutates_args=())
