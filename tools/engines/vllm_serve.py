@@ -98,5 +98,5 @@ class Server:
         with ThreadPoolExecutor(len(PATTERNS)) as clients:
             at_once = [*clients.map(text, places)]
         top = self._complete(prompt=[5, 6], max_tokens=2, logprobs=3, seed=1).get("logprobs")
-        refused = self._complete(prompt=[5, 6], max_tokens=2, thinking_token_budget=3)
+        refused = self._complete(prompt=[5, 6], max_tokens=2, vllm_xargs={"typical_p": 7.0})
         return {"structured": alone, "at_once": at_once == alone, "logprobs": top, "refused": refused}
