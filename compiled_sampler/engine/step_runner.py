@@ -250,7 +250,8 @@ class StepRunner:
                 if progress is not None:
                     progress(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
 
-        if waits and not stages.compares:
+        # Ranks must not stop at different stages: those behind would meet other collectives.
+        if waits and not stages.compares and self._shard is None:
             with suppress(NotOnDisk), stages.compiling_at_calls(only_loads=True):
                 run_all()
                 listed, further = [], 0

@@ -193,25 +193,30 @@ def every_mode(vocab_size: int, sizes: Sequence[int], count: int, dtypes: Sequen
 
 
 def captured(vocab_size: int, sizes: Sequence[int]) -> None:
-    """Draws in each mode and a verification from captured variants, several batches each, some of which are padded."""
-    verifications = [Verification("match", 2), Verification("rejection", 2, "probabilities")]
-    wanted = Logprobs(of="filtered", boundary=True)
-    options = {"buckets": [1, 8, 32], "verifications": verifications, "captured_logprobs": [wanted]}
-    pair = Pair(vocab_size, sizes, backend="graph", **options)
-    pair.split.warmup()
-    for name, laws in LAWS_OF_MODES.items():
+    """Draws in some modes and a verification from captured variants, some of which are padded; others uncaptured."""
+    modes, wanted = ("no_filter", "min_p", "top_k_top_p[64]", "full"), Logprobs(of="filtered", boundary=True)
+    pair = Pair(vocab_size, sizes, backend="graph", buckets=[8, 32], verifications=[Verification("match", 2)])
+    said(f"compiles and captures {modes}")
+    pair.split.warmup(lambda done, total, label: said(f"{done} of {total}: {label}"), modes)
+    for name in modes:
+        said(f"replays {name}")
+        laws = LAWS_OF_MODES[name]
         slots = [pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(32)]
-        for count, seed in itertools.product((1, 5, 8, 30, 32), range(2)):
+        for count, seed in itertools.product((5, 8, 30, 32), range(3)):
             plans, logits = pair.plans(slots[:count], name), rows_like(count, vocab_size, seed)
             pair.call("sample", plans, logits, torch.arange(count) + seed)
-            pair.call("sample", plans, logits, torch.arange(count) + seed, logprobs=wanted)
         verified, drafts = pair.plans(slots[:8], num_drafts=[2] * 8), torch.randint(0, vocab_size, (8, 2))
-        for rule, law in (("match", None), ("rejection", rows_like(16, vocab_size, 3).nan_to_num(0.0).softmax(-1))):
-            pair.call("verify", verified, rows_like(24, vocab_size, 1), drafts, torch.arange(8), rule, draft_probs=law)
+        pair.call("verify", verified, rows_like(24, vocab_size, 1), drafts, torch.arange(8), "match")
+        pair.call("sample", plans, logits, torch.arange(count), logprobs=wanted)  # in eager torch
         for slot in slots:
             pair.whole.remove_request(slot)
             pair.split.remove_request(slot)
-    assert pair.split.statistics().replays > 100
+    assert pair.split.statistics().replays >= 13 * len(modes)
+
+
+def said(message: str) -> None:
+    """Print what a rank does, and when: pytest shows it where a test fails or is cut off."""
+    print(f"{time.strftime('%H:%M:%S')} rank {dist.get_rank()}: {message}", flush=True)
 
 
 def every_law(vocab_size: int, sizes: Sequence[int]) -> None:

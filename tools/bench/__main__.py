@@ -7,7 +7,7 @@
     python -m tools.bench --edits|--logprobs [--rows 128] [--cases ...] [--dtype float32] [--json FILE]
     python -m tools.bench --start [--cases ...] [--verify] [--rows 8] [--vocab 151936] [--json FILE]
     python -m tools.bench --host [--rows 1 8 128 256] [--requests 64 512] [--vocab 151936] [--json FILE]
-    torchrun --nproc-per-node 2 -m tools.bench --sharded [--mismatches N] [--json FILE]
+    torchrun --nproc-per-node 2 -m tools.bench --sharded [--mismatches N] [--seconds N] [--json FILE]
     python -m tools.bench --host --device cpu [--rows 1 8 128 256] [--requests 64 512]
 
 With CUDA a cell is the median time of one call inside a replayed graph of many calls, each on logits of its own that
@@ -67,6 +67,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--logprobs", action="store_true", help="measure what logprobs add to a step")
     parser.add_argument("--sharded", action="store_true", help="measure draws of a split vocabulary, run by torchrun")
     parser.add_argument("--mismatches", type=int, default=0, help="with --sharded: count wrong rows among so many")
+    parser.add_argument("--seconds", type=float, default=0, help="with --sharded: begin no cell after so many; 0: all")
     parser.add_argument("--leave", action="store_true", help="with --sharded: let the last rank exit")
     parser.add_argument("--streams", type=int, default=0, help="that launch a kernel first: some slow a graph down")
     parser.add_argument("--backend", default="compiled", choices=["compiled", "eager"])
@@ -96,8 +97,8 @@ def _refused(options: argparse.Namespace, whole: Sequence[str]) -> str | None:
         (len(whole) > 1, f"--{' must come without --'.join(whole[:2])}: each is measured by itself"),
         (whole and not options.host and len(options.dtype) > 1, f"--{''.join(whole[:1])} must come with one --dtype"),
         (
-            (options.mismatches or options.leave) and not options.sharded,
-            "--mismatches and --leave must come with --sharded",
+            (options.mismatches or options.leave or options.seconds) and not options.sharded,
+            "--mismatches, --leave and --seconds must come with --sharded",
         ),
         (options.streams and has_no_use_of_streams, streams),
         (

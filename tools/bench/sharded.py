@@ -1,6 +1,7 @@
 """What does a draw take whose vocabulary is split over ranks, and what would moving the logits take?
 
-    torchrun --nproc-per-node 2 -m tools.bench --sharded [--rows 1 8 32 128 512] [--cases ...] [--json FILE]
+    torchrun --nproc-per-node 2 -m tools.bench --sharded [--rows 1 8 32 128 512] [--cases ...] [--seconds 200]
+                                                         [--json FILE]
     torchrun --nproc-per-node 2 -m tools.bench --sharded --mismatches 100000 [--cases ...] [--json FILE]
     torchrun --nproc-per-node 2 -m tools.bench --sharded --leave
 
@@ -8,17 +9,21 @@ A cell is the time of one call inside a replayed graph of many calls, each on lo
 the slowest rank's median. Beside the library stand: an all-gather of the logits and the sampler of whole rows on every
 rank; an all-to-all, that sampler for B / T rows, and an all-gather of tokens; a gather to rank 0, the sampler there,
 and a broadcast of tokens. All four must draw the same tokens, or the run ends. On the CPU it is gloo, eager torch and
-the clock. ``--mismatches`` counts the rows, of other logits in each replay, in which a rank differs from whole rows.
-``--leave`` lets the last rank exit before a step; the others must end with torch's error within the timeout, 20 s.
+the clock. Cases that need no search are compiled and measured first, rows in the order of ``WORTH``. After
+``--seconds`` no further cell begins; each cell is stored when it is there. ``--mismatches`` counts the rows, of other
+logits in each replay, in which a rank differs from whole rows. ``--leave`` lets the last rank exit before a step; the
+others must end with torch's error within the timeout, 20 s.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -35,8 +40,11 @@ from tools.measuring import ROTATED_BYTES, environment, logits_like, write_json
 
 SHARDED_CASES = ("greedy", "no_filter", "min_p .05", "k 50 + p .9", "k 1000", "p .9")
 WAYS = ("ours", "all-gather", "all-to-all", "rank 0")
+WORTH = (32, 128, 8, 512, 1)
+"""Rows in the order in which they are measured."""
 _WARM, _REPEATS, _FEWEST_CALLS, _MOST_CALLS = 3, 15, 8, 48
-_LEAVE_TIMEOUT_S = 20
+_LEAVE_TIMEOUT_S, _PROGRESS_S = 20, 5
+_BEGAN = time.perf_counter()
 _TITLE = "us a call; in brackets as a multiple of ours"
 
 
@@ -49,15 +57,35 @@ class Ranks:
         count, rank = dist.get_world_size(), dist.get_rank()
         ends = [self.vocab_size * n // count for n in range(count + 1)]
         self.shard = VocabularyShard(ends[rank], ends[rank + 1])
-        compiles = options.device == "cuda" and not options.leave  # within its timeout
-        backend = "compiled" if compiles else "eager"
-        self.split = Sampler(self.vocab_size, self.most, self.device, backend=backend, shard=self.shard)
-        self.whole = Sampler(self.vocab_size, self.most, self.device, backend=backend)
-        if compiles:
-            modes = sorted({self.whole.mode_for(CASES[case].params).name for case in options.cases})
-            for sampler in (self.whole, self.split):
-                sampler.warmup(modes=modes)
-                dist.barrier()
+        self.compiles = options.device == "cuda" and not options.leave  # within its timeout
+        backend = "compiled" if self.compiles else "eager"
+        sizes = {*options.rows, *(-(-rows // count) for rows in options.rows)}
+        form = self.vocab_size, self.most, self.device
+        self.split = Sampler(*form, backend=backend, shard=self.shard, buckets=sizes)
+        self.whole = Sampler(*form, backend=backend, buckets=sizes)
+
+    def say(self, message: str) -> None:
+        """Print a line with the seconds since the start, on rank 0."""
+        if self.shard.rank == 0:
+            print(f"[{time.perf_counter() - _BEGAN:4.0f} s] {message}", flush=True)
+
+    def compile(self, cases: Sequence[str]) -> None:
+        """Compile what the cases need, with the processes of all ranks at once."""
+        modes = sorted({self.whole.mode_for(CASES[case].params).name for case in cases})
+        samplers = {"whole rows": self.whole, "shards": self.split}
+        for sampler in samplers.values() if self.compiles else ():
+            sampler.warmup(modes=modes, wait=False)
+        for name, sampler in samplers.items() if self.compiles else ():
+            last = -math.inf
+
+            def progress(done: int, total: int, label: str, name: str = name) -> None:
+                nonlocal last
+                if done == total or time.perf_counter() - last > _PROGRESS_S:
+                    last = time.perf_counter()
+                    self.say(f"{name}, {' '.join(modes)}: {done} of {total}, {label}")
+
+            sampler.warmup(progress, modes)
+        dist.barrier()
 
     def plans(self, case: str, rows: int) -> tuple[Plan, Plan, Plan]:
         """Of the sharded sampler, of the one of whole rows, and of this one for this rank's part of the rows."""
@@ -196,23 +224,40 @@ def run(options: argparse.Namespace) -> None:
     if options.leave:
         _leave(ranks)
         return
+    ranks.say(f"{ranks.shard.count} ranks are there")
     facts = {**environment(options.device), "ranks": str(ranks.shard.count), "vocab": str(ranks.vocab_size)}
     cells: list[dict[str, Any]] = []
-    for case in options.cases:
-        for rows in options.rows if not options.mismatches else options.rows[-1:]:
-            if options.mismatches:
-                wrong, every = mismatches(ranks, case, rows, -(-options.mismatches // len(options.cases)))
-                cell: dict[str, Any] = {"mismatches": wrong, "of": every}
-            else:
-                cell = measured(ranks, case, rows)
-            cells.append({"case": case, "rows": rows, **cell})
-            if ranks.shard.rank == 0:
-                console.print(cells[-1])
-                if options.json:
-                    write_json(options.json, {**facts, "table": cells})
+    for cell in cells_of(ranks, options):
+        cells.append(cell)
+        ranks.say(str(cell))
+        if ranks.shard.rank == 0 and options.json:
+            write_json(options.json, {**facts, "table": cells})
+    cells.sort(key=lambda cell: (options.cases.index(cell["case"]), cell["rows"]))
     if ranks.shard.rank == 0:
         console.print(table_of(cells))
     dist.destroy_process_group()
+
+
+def cells_of(ranks: Ranks, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Each cell when it is measured: the cases that need no search first, as the others take a compiler longest."""
+    searches = {case: ranks.whole.mode_for(CASES[case].params).searches for case in options.cases}
+    for cases in ([case for case in options.cases if searches[case] == wanted] for wanted in (False, True)):
+        if cases:
+            ranks.compile(cases)
+        every = itertools.product(options.rows[-1:] if options.mismatches else by_worth(options.rows), cases)
+        for rows, case in every:
+            if options.seconds and max(ranks.shard.told(time.perf_counter() - _BEGAN)) > options.seconds:
+                ranks.say(f"no time for {case}, {rows} rows")
+            elif options.mismatches:
+                wrong, count = mismatches(ranks, case, rows, -(-options.mismatches // len(options.cases)))
+                yield {"case": case, "rows": rows, "mismatches": wrong, "of": count}
+            else:
+                yield {"case": case, "rows": rows, **measured(ranks, case, rows)}
+
+
+def by_worth(rows: Sequence[int]) -> list[int]:
+    """The numbers of rows in the order of ``WORTH``, then the others."""
+    return [count for count in WORTH if count in rows] + [count for count in rows if count not in WORTH]
 
 
 def table_of(cells: list[dict[str, Any]]) -> Table:
