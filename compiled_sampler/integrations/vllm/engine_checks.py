@@ -7,6 +7,8 @@ from typing import Any
 
 LAWS = {"raw_logprobs": "raw", "processed_logprobs": "filtered"}
 """vLLM's ``logprobs_mode`` as a law of ``Logprobs``: the processed one is that which a token is drawn from."""
+LOSSLESS = "standard", "block"
+"""Methods of vLLM's verification that keep the model's law, as every rule of the sampler does."""
 BUILTIN_PROCESSORS = ("MinTokensLogitsProcessor", "LogitBiasLogitsProcessor", "MinPLogitsProcessor")
 """Logits processors of vLLM whose work the sampler does."""
 WATERMARK = "watermark_config must be None; seeded noise takes no other watermark"
@@ -34,8 +36,9 @@ def _unsupported(config: Any, foreign_processors: Sequence[str]) -> str | None:
     model, drafts = config.model_config, config.speculative_config
     if model.logprobs_mode not in LAWS:
         return f"logprobs_mode must be one of {tuple(LAWS)}, got {model.logprobs_mode!r}; those of logits are not made"
-    if drafts is not None and drafts.rejection_sample_method == "synthetic":
-        return "rejection_sample_method must not be 'synthetic'; it accepts drafts that the model would not"
+    method = "standard" if drafts is None else drafts.rejection_sample_method
+    if method not in LOSSLESS:
+        return f"rejection_sample_method must be one of {LOSSLESS}, got {method!r}; others change the law of the tokens"
     if config.watermark_config is not None:
         return WATERMARK
     if model.return_sampling_mask:

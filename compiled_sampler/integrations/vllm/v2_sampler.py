@@ -31,6 +31,7 @@ from compiled_sampler.integrations.vllm.settings import Settings
 
 _LOG = logging.getLogger(__name__)
 _OF_WARMUP = "_warmup_"  # what the ids of requests begin with that vLLM makes at its start, with every parameter set
+_NO_TEXT: tuple[Any, ...] = _OF_WARMUP, [], 0  # of one that vLLM 0.33 makes to measure memory, without any state
 
 
 class SlotSampler(Sampler):  # type: ignore[misc]
@@ -60,7 +61,7 @@ class SlotSampler(Sampler):  # type: ignore[misc]
         self._slots = np.full(most, -1, np.int64)  # by index; -1 for a request that is refused
         self._refused: dict[int, tuple[str, int]] = {}  # why, and the token that ends it, by index
         # vLLM tells its sampler neither the id nor the tokens of a request, but its states before.
-        self._text: tuple[Any, ...] = ()
+        self._text = _NO_TEXT
         self.req_states.add_request = self._noting(self.req_states.add_request)
 
     def _noting(self, add: Callable[..., None]) -> Callable[..., None]:
@@ -77,6 +78,7 @@ class SlotSampler(Sampler):  # type: ignore[misc]
         else:
             super().add_request(req_idx, sampling_params)
         self._added[req_idx] = (sampling_params, *self._text)
+        self._text = _NO_TEXT
 
     def apply_staged_writes(self) -> None:
         """Bring what vLLM holds of requests to the device."""

@@ -100,6 +100,7 @@ def test_an_engine_as_it_is_by_default_can_be_served() -> None:
     [
         ({"logprobs_mode": "processed_logits"}, "logprobs_mode"),
         ({"speculative_config": SimpleNamespace(rejection_sample_method="synthetic")}, "rejection_sample_method"),
+        ({"speculative_config": SimpleNamespace(rejection_sample_method="fly")}, "rejection_sample_method"),
         ({"watermark_config": SimpleNamespace()}, "watermark_config"),
         ({"return_sampling_mask": True}, "return_sampling_mask"),
         ({"is_diffusion": True}, "diffusion"),

@@ -163,6 +163,20 @@ def test_requests_at_their_index_draw_their_own_streams_in_any_order_also_after_
     assert statistics() == {"batches": 6, "stock_batches": 0}
 
 
+def test_requests_without_states_by_which_an_engine_measures_its_memory_leave_when_others_come() -> None:
+    """As vLLM 0.33 adds them, with every parameter set."""
+    sampler = sampler_with(States())
+    for index in range(SLOTS):
+        sampler.add_request(index, Params.for_sampler_warmup())
+    made = sampler(logits_of(SLOTS), batch_of([*range(SLOTS)], [0] * SLOTS))
+    assert (made.sampled_token_ids >= 0).all()
+    assert made.logprobs_tensors is not None
+    add(sampler, 2, "r0", PROMPTS[0], [], **LAWS[0])
+    position = len(PROMPTS[0])
+    made = sampler(logits_of(1, position), batch_of([2], [position - 1]))
+    assert made.sampled_token_ids[:, 0].tolist() == own_stream(0, 1)
+
+
 def test_a_row_in_the_midst_of_its_prompt_records_nothing() -> None:
     sampler, prompt = sampler_with(States()), [5, 6, 7, 8]
     law = {"temperature": 0.0, "seed": 1, "repetition_penalty": 5.0}
