@@ -3,8 +3,8 @@
 The filters of whole rows are declared in ``row_filters``; their stages stand in ``passes`` and are called by
 ``pipeline/row_filters.py``, as they read rows in blocks.
 
-What they share, from the bottom up: ``checks`` of parameters and ``edit_spec``, which their files import; the list of
-declarations here; their ``names``; the ``tables`` that steps read.
+What they share, from the bottom up: ``edit_spec``, which their files import; the list of declarations here; their
+``names``; the ``tables`` that steps read.
 """
 
 from compiled_sampler.edits.allowed_token_ids import ALLOWED_TOKEN_IDS

@@ -12,17 +12,7 @@ from torch import Tensor
 
 from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits, edited_tokens, entry_ids
-from compiled_sampler.edits.checks import checked_token_id
-from compiled_sampler.edits.edit_spec import (
-    Column,
-    EditSizes,
-    EditSpec,
-    Parameter,
-    Params,
-    check_count,
-    check_ids,
-    normal,
-)
+from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, checked_token_id, normal
 from compiled_sampler.edits.history import History
 from compiled_sampler.scalars import checked_float
 
@@ -94,18 +84,14 @@ def _pairs(name: str, values: object) -> list[tuple[object, object]]:
     raise TypeError(f"{name} must map token ids to numbers, got {values!r}; {{id: bias}}")
 
 
-def _check_fits(params: Params, sizes: EditSizes, vocab_size: int) -> None:
-    check_count("biases", len(params.logit_bias), sizes)
-    check_ids("logit_bias", [token for token, _ in params.logit_bias], vocab_size)
-
-
 LOGIT_BIAS = EditSpec(
     name="logit_bias",
     kind="list",
     effect="`x + bias`; -inf masks the token",
     parameters={"logit_bias": Parameter(checked_bias, in_vllm=True)},
     wanted=lambda params: bool(params.logit_bias),
-    check_fits=_check_fits,
+    entries={"biases": lambda params: len(params.logit_bias)},
+    named_ids={"logit_bias": lambda params: [token for token, _ in params.logit_bias]},
     table=BiasLists,
     columns={
         "counts": Column(lambda params, row: len(params.logit_bias)),

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.edits.changes import ListWriter, list_entries
-from compiled_sampler.edits.checks import checked_flag, checked_token_id, checked_token_ids, count_in_range
 from compiled_sampler.edits.edit_spec import (
     PROMPT_LEN,
     Column,
-    EditSizes,
     EditSpec,
     Parameter,
     Params,
-    check_count,
-    check_ids,
+    checked_flag,
+    checked_token_id,
+    checked_token_ids,
+    count_in_range,
 )
 from compiled_sampler.edits.history import History
 
@@ -58,13 +58,6 @@ def _check_has_stop(params: Params) -> None:
         )
 
 
-def _check_fits(params: Params, sizes: EditSizes, vocab_size: int) -> None:
-    stops = params.all_stop_token_ids
-    check_count("stops", len(stops), sizes)
-    check_ids("eos_token_id", [token for token in stops if token == params.eos_token_id], vocab_size)
-    check_ids("stop_token_ids", stops, vocab_size)
-
-
 def _checked_eos(name: str, value: object) -> int | None:
     return None if value is None else checked_token_id(name, value)
 
@@ -103,7 +96,11 @@ STOPS = EditSpec(
         ),
     },
     wanted=lambda params: bool(params.all_stop_token_ids),
-    check_fits=_check_fits,
+    entries={"stops": lambda params: len(params.all_stop_token_ids)},
+    named_ids={
+        "eos_token_id": lambda params: [token for token in params.all_stop_token_ids if token == params.eos_token_id],
+        "stop_token_ids": lambda params: params.all_stop_token_ids,
+    },
     table=StopLists,
     columns=_COLUMNS,
 )

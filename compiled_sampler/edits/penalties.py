@@ -14,8 +14,7 @@ from torch import Tensor
 
 from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits, edited_tokens, entry_ids
-from compiled_sampler.edits.checks import check_scope, in_range
-from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, normal
+from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, check_scope, in_range, normal
 from compiled_sampler.edits.history import ORDINAL, SUCCESSOR, TOKEN, History
 
 _POSITION_BYTES = 51  # of a row, at most, in eager torch: tokens and what is added, gathered and as indices

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.edits.checks import checked_flag, in_range
-from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter
+from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, checked_flag, in_range
 
 _MOST_THRESHOLD = 0.5  # above it no two tokens can both be top choices of XTC
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from compiled_sampler.edits import EDIT_SPECS
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.sampler import Sampler
@@ -93,22 +94,10 @@ class Holding:
 
 
 def _sizes(params: list[SamplingParams]) -> EditSizes:
-    least, stored = EditSizes(), [_counts(each) for each in params]
-    biases, stops, words, longest, breakers = (max(column) for column in zip(*stored, strict=True))
-    return EditSizes(
-        biases=max(least.biases, _power(biases)),
-        stops=max(least.stops, _power(stops)),
-        bad_words=max(least.bad_words, _power(words)),
-        bad_word_len=max(least.bad_word_len, _power(longest)),
-        breakers=max(least.breakers, _power(breakers)),
-    )
-
-
-def _counts(params: SamplingParams) -> tuple[int, ...]:
-    words = [len(list(word)) for word in params.bad_words_token_ids or ()]
-    lists = params.logit_bias, params.all_stop_token_ids, words, params.dry_sequence_breakers
-    biases, stops, count, breakers = (len(list(each or ())) for each in lists)
-    return biases, stops, count, max(words, default=0), breakers
+    """Room for the entries of all requests, the default at least."""
+    least = EditSizes()
+    counts = {name: max(map(count, params)) for spec in EDIT_SPECS for name, count in spec.entries.items()}
+    return EditSizes(**{name: max(getattr(least, name), _power(count)) for name, count in counts.items()})
 
 
 def _power(count: int) -> int:

@@ -26,7 +26,8 @@ def checked_sizes(sizes: EditSizes | None) -> EditSizes:
 def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> None:
     """Raise unless the edits of a request have room in a row, and ask nothing of ids that the vocabulary lacks."""
     for spec in EDIT_SPECS:
-        spec.check_fits(params, sizes, vocab_size)
+        if spec.wanted(params):
+            spec.check_fits(params, sizes, vocab_size)
 
 
 class RowLayout:
