@@ -19,8 +19,8 @@ from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.engine.boundary.arguments import check_not_capturing
 from compiled_sampler.engine.drafts import DraftCache
 from compiled_sampler.engine.requests.edit_slots import EditSlots
-from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.requests.slots import SlotState
+from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import CACHE, Mode

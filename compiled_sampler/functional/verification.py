@@ -9,8 +9,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import VerifyInputs, VerifyOutputs
 from compiled_sampler.core.row_table import marked_requests, requests_with_rows
-from compiled_sampler.engine.boundary.outputs import empty_outputs
-from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor
+from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor, empty_outputs
 from compiled_sampler.engine.drafts import in_sampler_dtype
 from compiled_sampler.functional.arguments import (
     FloatOrRows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,16 +13,14 @@ from torch import Tensor
 
 from compiled_sampler.edits import EDIT_SPECS, LIST_SPECS
 from compiled_sampler.edits.allowed_token_ids import ALLOWED_TOKEN_IDS
-from compiled_sampler.edits.edit_spec import PROMPT_LEN, Column, EditSizes, EditSpec
-from compiled_sampler.edits.history import READS_HISTORY, UNWRITTEN
+from compiled_sampler.edits.edit_spec import PROMPT_LEN, Column, EditSizes, EditSpec, SlotRow
+from compiled_sampler.edits.history import READS_HISTORY, TOKEN, UNWRITTEN, History, HistoryRows
 from compiled_sampler.edits.min_tokens import STOPS, StopLists
 from compiled_sampler.edits.names import CONSUMES, LEAVES, MASK, RESTORE, RESTORES, SILENT, reading
-from compiled_sampler.edits.recording import entries_of
+from compiled_sampler.edits.recording import entries_of, recorded, write_record
 from compiled_sampler.edits.tables import CustomTables, EditInputs, EditTables, NoiseInputs, RowFilters
 from compiled_sampler.edits.watermark import WATERMARK
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
-from compiled_sampler.engine.requests.edit_layout import RowLayout, check_fits
-from compiled_sampler.engine.requests.history import TokenHistory
 from compiled_sampler.engine.requests.uploads import LEAST_ENTRIES, sent
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.params import SamplingParams
@@ -29,6 +28,7 @@ from compiled_sampler.scalars import check_choice, checked_int
 from graph_cache import PinnedRing, part_of
 
 _NEUTRAL = SamplingParams(seed=0)
+_AT_ONCE = 64  # tokens of one request that are recorded together; work grows with their square
 
 
 class EditSlots:
@@ -231,3 +231,96 @@ class EditSlots:
         )
         with torch.inference_mode(False):
             return part_of(rows, dtype, start, (rows.shape[0], *shape), strides)
+
+
+_ALIGNED = 16  # words; kernels clone what is not aligned
+_DTYPES = {torch.int32: np.int32, torch.float32: np.float32, torch.float64: np.float64}
+
+
+def checked_sizes(sizes: EditSizes | None) -> EditSizes:
+    """The sizes that a caller gave, or the default."""
+    if sizes is not None and not isinstance(sizes, EditSizes):
+        raise TypeError(f"edit_sizes must be EditSizes, got {type(sizes).__name__}; EditSizes(biases=...)")
+    return sizes or EditSizes()
+
+
+def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> None:
+    """Raise unless the edits of a request have room in a row, and ask nothing of ids that the vocabulary lacks."""
+    for spec in EDIT_SPECS:
+        if spec.wanted(params):
+            spec.check_fits(params, sizes, vocab_size)
+
+
+class RowLayout:
+    """The columns of a slot's row: first single numbers, the smaller before the larger, then lists, each aligned."""
+
+    def __init__(self, sizes: EditSizes, vocab_size: int) -> None:
+        self._sizes, self._vocab_size = sizes, vocab_size
+        columns = list(dict.fromkeys(column for spec in EDIT_SPECS for column in spec.columns.values()))
+        self.shapes = {column: column.shape(sizes, vocab_size) for column in columns}
+        self.starts, end = dict[Column, int](), 0
+        for column in sorted(columns, key=lambda column: (self.shapes[column] != (), column.dtype.itemsize)):
+            words = column.dtype.itemsize // torch.int32.itemsize
+            aligned = _ALIGNED if self.shapes[column] else words
+            start = -(-end // aligned) * aligned
+            self.starts[column], end = start, start + words * math.prod(self.shapes[column])
+        self.num_words = -(-end // _ALIGNED) * _ALIGNED
+        self._without_edits = np.zeros(self.num_words, np.int32)
+        for column in columns:
+            self._part(self._without_edits, column)[...] = column.off or 0
+        self._of_every = [column for column in columns if column.off is None]
+
+    def row_of(self, params: SamplingParams, edits: Sequence[str], prompt_len: int, reads_history: bool) -> np.ndarray:
+        """The row of a request with these edits, int32 ``[num_words]``; ``check_fits`` has looked at it."""
+        row = self._without_edits.copy()
+        slot_row = SlotRow(prompt_len, reads_history, self._sizes, self._vocab_size)
+        used = (column for spec in EDIT_SPECS if spec.name in edits for column in spec.columns.values())
+        for column in dict.fromkeys((*self._of_every, *used)):
+            value, part = column.value(params, slot_row), self._part(row, column)
+            if self.shapes[column]:
+                values = np.asarray(value)
+                part[tuple(map(slice, values.shape))] = values
+            else:
+                part[...] = value
+        return row
+
+    def _part(self, row: np.ndarray, column: Column) -> np.ndarray:
+        """The numbers of a column in a row, which share its memory."""
+        shape, words = self.shapes[column], column.dtype.itemsize // torch.int32.itemsize
+        start = self.starts[column]
+        return row[start : start + words * math.prod(shape)].view(_DTYPES[column.dtype]).reshape(shape)
+
+
+class TokenHistory:
+    """A history of one size, which steps read and write in place."""
+
+    def __init__(self, num_slots: int, length: int, prompt_lens: Tensor, is_read: Tensor, device: torch.device) -> None:
+        # prompt_lens and is_read, int32 [S], are written by the owner.
+        with torch.inference_mode(False):
+            entries = sent(entries_of((), 0, length), device).repeat(num_slots + 1, 1, 1)
+        # entries [S + 1, 3, L]; the last slot takes what padding writes
+        self.table = History(entries, prompt_lens, is_read)
+        self._ring = PinnedRing(length * 3, device)
+
+    @property
+    def memory(self) -> tuple[History, HistoryRows]:
+        """The history to read, and its numbers in one row to write: the same memory."""
+        return self.table, HistoryRows(*4 * (self.table.entries.view(-1),))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the history."""
+        return self.table.entries.nbytes
+
+    def begin(self, slot: int, entries: np.ndarray) -> None:
+        """Send the history of a request, int32 ``[3, L]``, to its slot, on the current stream and without a wait."""
+        self._ring.send(entries.tobytes(), self.table.entries[slot].view(-1))
+
+    def replace(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
+        """Write tokens of one request, and forget what stands behind them."""
+        for first in range(0, len(token_ids), _AT_ONCE):
+            part = token_ids[first : first + _AT_ONCE]
+            numbers = sent(np.array([slot, position + first, len(part), *part], np.int64), self.table.entries.device)
+            history, rows = self.memory
+            write_record(rows, recorded(numbers[:1], numbers[1:2], numbers[None, 3:], numbers[2:3], history))
+        self.table.entries[slot, TOKEN, position + len(token_ids) :] = UNWRITTEN

@@ -8,7 +8,7 @@ import pytest
 
 from compiled_sampler import EditSizes, SamplingParams
 from compiled_sampler.edits import EDIT_SPECS, PARAMETERS, parameter_table
-from compiled_sampler.engine.requests.edit_layout import RowLayout
+from compiled_sampler.engine.requests.edit_slots import RowLayout
 from tests.builders.edits import OF_EDIT, V
 
 LAW = {"temperature", "top_k", "top_p", "min_p", "seed", "extra_args"}
