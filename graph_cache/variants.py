@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graph_cache.buffers import OutputBuffers, StaticTensors
+from graph_cache.buffers import HostInput, InputBuffer, OutputBuffers, StaticTensors
 from graph_cache.capture import CaptureBackend, Replay
 from graph_cache.copies import copy_tensors
-from graph_cache.inputs import HostInput, InputBuffer
 from graph_cache.keys import VariantKey
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Registration, Registry, Results, rows_used

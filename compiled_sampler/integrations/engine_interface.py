@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -133,3 +134,12 @@ def _has_fields(record: Any, wanted: Names) -> bool:
 
 def _names_attributes(function: Any, wanted: Names) -> bool:
     return not wanted or set(wanted) <= set(inspect.unwrap(function).__code__.co_names)
+
+
+_MOST_REQUESTS = 65_536  # whose seeds are remembered: an engine may ask at every step
+
+
+@functools.lru_cache(_MOST_REQUESTS)
+def seed_of(request_id: str, salt: int) -> int:
+    """The seed of a request without one, in [0, 2**64): of its unique id, the same on every rank and in every batch."""
+    return int.from_bytes(blake2b(f"{salt}/{request_id}".encode(), digest_size=8).digest(), "little")

@@ -15,11 +15,15 @@ from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching import continuous_api
 
 from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.integrations.request_seeds import seed_of
+from compiled_sampler.integrations.engine_interface import seed_of
 from compiled_sampler.integrations.transformers import continuous_batching, versions
-from compiled_sampler.integrations.transformers.continuous_batching import generate_batch, installed
-from compiled_sampler.integrations.transformers.continuous_batching.processors import SeededProcessors
-from compiled_sampler.integrations.transformers.continuous_batching.runner import SeededRunner, drawn_positions
+from compiled_sampler.integrations.transformers.continuous_batching import (
+    SeededProcessors,
+    SeededRunner,
+    drawn_positions,
+    generate_batch,
+    installed,
+)
 from compiled_sampler.scalars import as_int64
 from tests.engines.tiny_models import LAWS, PROMPTS, SEEDS, batched, cache_of, config_of, generated, tiny_model
 
