@@ -21,6 +21,8 @@ class Interface(NamedTuple):
 
     parameters: Mapping[str, Names] = {}
     """Functions that are replaced or called, with all their parameters."""
+    passed: Mapping[str, Names] = {}
+    """Functions that are replaced or called, with some of their parameters."""
     returns: Mapping[str, str] = {}
     """Annotations of what a replaced function returns."""
     fields: Mapping[str, Names] = {}
@@ -54,6 +56,7 @@ def differences(interface: Interface, find: Find) -> list[str]:
     """The names of what is called or made that an engine does not have as it is expected."""
     tables: list[tuple[Mapping[str, Any], Callable[[Any, Any], bool]]] = [
         (interface.parameters, _has_parameters),
+        (interface.passed, _takes),
         (interface.returns, _returns),
         (interface.fields, _has_fields),
         (interface.attributes, _names_attributes),
@@ -119,6 +122,10 @@ def _holds(find: Find, name: str, check: Callable[[Any, Any], bool], wanted: Any
 
 def _has_parameters(function: Any, wanted: Names) -> bool:
     return tuple(inspect.signature(function).parameters) == wanted
+
+
+def _takes(function: Any, wanted: Names) -> bool:
+    return set(wanted) <= set(inspect.signature(function).parameters)
 
 
 def _returns(function: Any, wanted: str) -> bool:

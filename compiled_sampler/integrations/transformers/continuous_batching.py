@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation.continuous_batching import continuous_api
@@ -201,7 +200,7 @@ def install(backend: str = "auto") -> None:
     """
     if backend not in ("auto", "compiled", "eager"):
         raise ValueError(f"backend must be auto, compiled or eager, got {backend!r}")
-    versions.check_batching(transformers.__version__, _THEIRS)
+    versions.check_version(versions.REPLACED)
     continuous_api.ModelRunner = functools.partial(SeededRunner, backend=backend)
     continuous_api.ContinuousBatchingLogitsProcessorList = SeededProcessors
 

@@ -9,14 +9,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers
 from transformers.generation import LogitsProcessorList, TopKLogitsWarper
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching import continuous_api
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.integrations.engine_interface import seed_of
-from compiled_sampler.integrations.transformers import continuous_batching, versions
+from compiled_sampler.integrations.transformers import continuous_batching
 from compiled_sampler.integrations.transformers.continuous_batching import (
     SeededProcessors,
     SeededRunner,
@@ -30,7 +29,7 @@ from tests.engines.tiny_models import LAWS, PROMPTS, SEEDS, batched, cache_of, c
 pytestmark = pytest.mark.full
 
 ALL = range(len(PROMPTS))
-CLASSES = {name: getattr(continuous_api, name) for name in versions.REPLACED}
+CLASSES = {name: getattr(continuous_api, name) for name in ("ModelRunner", "ContinuousBatchingLogitsProcessorList")}
 
 
 @pytest.fixture(scope="module")
@@ -260,14 +259,3 @@ def test_installing_twice_and_within_a_block_leaves_what_was_there() -> None:
         assert continuous_api.ModelRunner is not outer
     assert continuous_api.ModelRunner is outer
     continuous_batching.uninstall()
-
-
-@pytest.mark.parametrize("name", versions.REPLACED)
-def test_a_version_without_something_that_is_replaced_is_refused(name: str) -> None:
-    versions.check_batching(transformers.__version__, CLASSES)
-    with pytest.raises(ImportError, match=f"must have {name}.__init__.*pip install"):
-        versions.check_batching("5.99.0", {**CLASSES, name: None})
-    for method in versions.REPLACED[name]:
-        other = type("Other", (CLASSES[name],), {method: lambda self: None})
-        with pytest.raises(ImportError, match=f"must have {name}.{method}"):
-            versions.check_batching("5.99.0", {**CLASSES, name: other})
