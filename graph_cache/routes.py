@@ -114,20 +114,13 @@ class Counters:
 class Batch(NamedTuple):
     """What decides how a batch is served."""
 
-    name: str
-    """The registered callable."""
-    rows: int
-    """R."""
-    bound: tuple[str, ...]
-    """The inputs that it brings where they are bound."""
-    has_bound_out: bool
-    """Whether its ``out`` is what is bound."""
-    is_captured: bool
-    """Whether the current stream is being captured by somebody else."""
-    is_exact: bool
-    """Whether no callable that covers another may serve it."""
-    is_copied: bool
-    """Whether its tensors are so large that a direct call takes less time than copies of them."""
+    name: str  # the registered callable
+    rows: int  # R
+    bound: tuple[str, ...]  # the inputs that it brings where they are bound
+    has_bound_out: bool  # whether its ``out`` is what is bound
+    is_captured: bool  # whether the current stream is being captured by somebody else
+    is_exact: bool  # whether no callable that covers another may serve it
+    is_copied: bool  # whether its tensors are so large that a direct call takes less time than copies of them
 
 
 _MOST_ROUTES = 4096  # kept at once: callables times numbers of rows

@@ -38,10 +38,8 @@ class Last(NamedTuple):
     Logits compare in a third of a key's instructions, keys also where float operations may take denormals for zeros.
     """
 
-    value: Tensor
-    """float32 logits or int32 order keys."""
-    token_id: Tensor
-    """int32, the same shape."""
+    value: Tensor  # float32 logits or int32 order keys
+    token_id: Tensor  # int32, the same shape
 
 
 def row_logits(logits: Tensor, vocab_size: int) -> Tensor:

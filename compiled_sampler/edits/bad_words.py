@@ -19,12 +19,9 @@ _MASKED = float("-inf")
 class BadWords(NamedTuple):
     """Sequences of tokens that must not be completed."""
 
-    counts: Tensor
-    """int32 ``[S]``, words of each request."""
-    token_ids: Tensor
-    """int32 ``[S, W, M]``, each word at the end of its row, behind ``UNWRITTEN``."""
-    prompt_lens: Tensor
-    """int32 ``[S]``, as in ``History``; 0 where words may begin in the prompt."""
+    counts: Tensor  # int32 ``[S]``, words of each request
+    token_ids: Tensor  # int32 ``[S, W, M]``, each word at the end of its row, behind ``UNWRITTEN``
+    prompt_lens: Tensor  # int32 ``[S]``, as in ``History``; 0 where words may begin in the prompt
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
         """Masks of last tokens."""

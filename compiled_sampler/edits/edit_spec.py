@@ -60,8 +60,7 @@ class SlotRow(NamedTuple):
     """What the numbers in a slot's row depend on besides the parameters of its request."""
 
     prompt_len: int
-    reads_history: bool
-    """Whether an edit of the request does, also one of the user."""
+    reads_history: bool  # whether an edit of the request does, also one of the user
     sizes: EditSizes
     vocab_size: int
 

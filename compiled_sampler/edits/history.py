@@ -39,14 +39,10 @@ class HistoryRows(NamedTuple):
     a kernel of its own; what is written into four is written at once.
     """
 
-    token: Tensor
-    """For the tokens."""
-    ordinal: Tensor
-    """For how many times they were drawn."""
-    successor: Tensor
-    """For the positions that hold them next."""
-    before: Tensor
-    """For the successors of the positions that held them last."""
+    token: Tensor  # for the tokens
+    ordinal: Tensor  # for how many times they were drawn
+    successor: Tensor  # for the positions that hold them next
+    before: Tensor  # for the successors of the positions that held them last
 
 
 READS_HISTORY = Column(lambda params, row: row.reads_history, off=None)

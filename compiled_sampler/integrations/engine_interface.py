@@ -34,11 +34,9 @@ class Interface(NamedTuple):
 class Supported(NamedTuple):
     """Which versions of an engine an adapter fits: by number, and by what it calls and what it makes."""
 
-    engine: str
-    """Its name, as errors have it."""
+    engine: str  # its name, as errors have it
     oldest: str
-    way_out: str
-    """What to install instead of another version."""
+    way_out: str  # what to install instead of another version
     interface: Interface
 
 

@@ -22,8 +22,7 @@ INTEGERS = (torch.int64, torch.int32)
 class RowFormat(NamedTuple):
     """The format of rows of logits or probabilities."""
 
-    vocab_size: int
-    """V; rows may have more columns."""
+    vocab_size: int  # V; rows may have more columns
     dtype: torch.dtype
     device: torch.device
 
@@ -173,14 +172,10 @@ def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], dev
 class Span(NamedTuple):
     """The bytes of a tensor ``[rows, ...]``: one piece for each row."""
 
-    start: int
-    """Address of the first byte."""
-    end: int
-    """Address behind the last byte; ``start`` of an empty tensor."""
-    step: int
-    """Bytes from row to row."""
-    width: int
-    """Bytes from the first to the last of a row."""
+    start: int  # address of the first byte
+    end: int  # address behind the last byte; ``start`` of an empty tensor
+    step: int  # bytes from row to row
+    width: int  # bytes from the first to the last of a row
 
 
 def span(tensor: Tensor) -> Span:

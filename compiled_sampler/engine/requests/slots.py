@@ -102,10 +102,8 @@ def new_seed(generator: torch.Generator | None) -> int:
 class RequestKind(NamedTuple):
     """What requests have in common that differ in seed and edits alone."""
 
-    needs: int
-    """Those of their modes alone, ``uncovered_modes``; what each needs for its edits comes on top."""
-    entry: tuple[float | int, ...]
-    """Their entry in the staged table behind the seed and what they need."""
+    needs: int  # those of their modes alone, ``uncovered_modes``; what each needs for its edits comes on top
+    entry: tuple[float | int, ...]  # their entry in the staged table behind the seed and what they need
 
 
 class SlotState:

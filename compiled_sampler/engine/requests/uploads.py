@@ -81,12 +81,9 @@ def room(*sizes: int) -> int:
 class Place(NamedTuple):
     """Device memory that a plan was promised, for a capture that is the first to need its numbers."""
 
-    reserve: DeviceReserve
-    """Whose stream and pinned memory bring the numbers."""
-    slab: Tensor
-    """int64, shared with other plans."""
-    start: int
-    """The first number of the plan."""
+    reserve: DeviceReserve  # whose stream and pinned memory bring the numbers
+    slab: Tensor  # int64, shared with other plans
+    start: int  # the first number of the plan
 
     def filled(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Numbers of the host, one after the other, on the device, without a node in the graph that is captured."""
