@@ -1,8 +1,8 @@
-"""Variants: callables captured on static tensors, and the collection of those that a cache holds."""
+"""Variants: callables captured on static tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,7 @@ from graph_cache.capture import CaptureBackend, Replay
 from graph_cache.copies import copy_tensors
 from graph_cache.keys import VariantKey
 from graph_cache.mirror import HostMirror
-from graph_cache.registry import Given, Registration, Registry, Results, rows_used
+from graph_cache.registry import Given, Registration, Results, rows_used
 
 Progress = Callable[[int, int, str], object]
 
@@ -104,38 +104,3 @@ def capture_variant(
     except Exception as cause:
         raise CaptureError(key.name, key.rows, cause) from cause
     return Variant(key, replay, of_host, tuple(owned.items()), outputs, statics.mirror)
-
-
-class Variants(Mapping[VariantKey, Variant]):
-    """The variants held, by key in order of capture."""
-
-    def __init__(self, registry: Registry, statics: StaticTensors, backend: CaptureBackend | None) -> None:
-        self._registry, self._statics, self.backend = registry, statics, backend
-        self._held: dict[VariantKey, Variant] = {}
-
-    def __getitem__(self, key: VariantKey) -> Variant:
-        return self._held[key]
-
-    def __iter__(self) -> Iterator[VariantKey]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def capture(self, keys: Sequence[VariantKey], progress: Progress | None, changed: Callable[[], object]) -> None:
-        """Capture variants; after each, ``changed()`` and then ``progress(done, total, label)`` are called."""
-        # Where one fails, those captured before it stay.
-        for done, key in enumerate(keys, start=1):
-            assert self.backend is not None
-            self._held[key] = capture_variant(key, self._registry.named(key.name), self._statics, self.backend)
-            changed()
-            if progress is not None:
-                progress(done, len(keys), str(key))
-
-    def drop(self, keys: Collection[VariantKey], changed: Callable[[], object]) -> None:
-        """Remove variants; ``changed`` is called before. The memory of all captures is released with the last one."""
-        changed()
-        for key in keys:
-            del self._held[key]
-        if self.backend is not None and not self._held:
-            self.backend.reset()

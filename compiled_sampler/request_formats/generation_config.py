@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any
 
 from compiled_sampler.edits import PARAMETERS
-from compiled_sampler.request_formats.unhonoured import check_known, check_refused, value_of
+from compiled_sampler.request_formats import check_known, check_refused, value_of
 
 DEFAULT_TOP_K = 50
 """What ``generate`` of transformers takes for a ``top_k`` that nobody set."""

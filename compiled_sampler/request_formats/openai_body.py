@@ -7,7 +7,7 @@ from numbers import Integral
 from typing import Any
 
 from compiled_sampler.edits import PARAMETERS
-from compiled_sampler.request_formats.unhonoured import check_known, check_neutral, check_refused, value_of
+from compiled_sampler.request_formats import check_known, check_neutral, check_refused, value_of
 
 _OPENAI = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "extra_args"),

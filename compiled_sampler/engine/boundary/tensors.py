@@ -27,16 +27,21 @@ class RowFormat(NamedTuple):
     device: torch.device
 
 
+def check_rows(name: str, tensor: Tensor, rows: int | None, expected: RowFormat, way_out: str, what: str = "") -> None:
+    """Raise unless a tensor is ``[rows, >= V]`` in the expected format; None allows any number of rows."""
+    columns, dtype, device = expected
+    check_tensor(name, tensor, (dtype,), device)
+    shape = tensor.shape
+    if len(shape) != 2 or rows not in (None, shape[0]) or shape[1] < columns:
+        wanted = f"[{'R' if rows is None else rows}, >= {columns}]{what}"
+        raise ValueError(f"{name} must be {wanted}, got {list(shape)}; {way_out}")
+    if tensor.stride(1) != 1 and shape[1] > 1:
+        raise ValueError(f"{name} must have column stride 1, got strides {tensor.stride()}; call .contiguous()")
+
+
 def check_logits(logits: Tensor, rows: int | None, expected: RowFormat, name: str = "logits") -> None:
-    """Raise unless ``logits`` is ``[rows, >= V]`` in the expected format; None allows any number of rows."""
-    vocab_size, dtype, device = expected
-    check_tensor(name, logits, (dtype,), device)
-    shape = logits.shape
-    if len(shape) != 2 or (rows is not None and shape[0] != rows) or shape[1] < vocab_size:
-        wanted = f"[{'R' if rows is None else rows}, >= {vocab_size}]"
-        raise ValueError(f"{name} must be {wanted}, got {list(shape)}; slice the rows of the plan")
-    if logits.stride(1) != 1 and shape[1] > 1:
-        raise ValueError(f"{name} must have column stride 1, got strides {logits.stride()}; call .contiguous()")
+    """Raise unless ``logits``, or probabilities, are rows ``[rows, >= V]`` in the expected format."""
+    check_rows(name, logits, rows, expected, "slice the rows of the plan")
 
 
 def check_logits_buffer(buffer: Tensor | None, expected: RowFormat) -> None:
@@ -72,29 +77,21 @@ def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.
             f"token_bitmask must be torch.int32, 32 tokens a number with the lowest bit first, got {mask.dtype}; pack "
             "the tokens as xgrammar does, since a conversion would make another mask of them"
         )
-    check_tensor("token_bitmask", mask, (torch.int32,), device)
-    words = -(-vocab_size // 32)
-    if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] < words:
-        raise ValueError(
-            f"token_bitmask must be [{rows}, >= {words}], a bit for each token of each row of logits, got "
-            f"{list(mask.shape)}; xgrammar.allocate_token_bitmask({rows}, {vocab_size})"
-        )
-    if mask.stride(1) != 1 and mask.shape[1] > 1:
-        raise ValueError(f"token_bitmask must have column stride 1, got strides {mask.stride()}; call .contiguous()")
+    form = RowFormat(-(-vocab_size // 32), torch.int32, device)
+    way_out = f"xgrammar.allocate_token_bitmask({rows}, {vocab_size})"
+    check_rows("token_bitmask", mask, rows, form, way_out, ", a bit for each token of each row of logits")
 
 
 def check_edit_input(
     name: str, tensor: Tensor, rows: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise unless a tensor of the call is ``[rows, >= columns]``, or ``[rows]`` for 0 columns, as an edit declares."""
+    if columns:
+        form = RowFormat(columns, dtype, device)
+        return check_rows(name, tensor, rows, form, "slice it", ", one for each row of logits")
     check_tensor(name, tensor, (dtype,), device)
-    shape = tensor.shape
-    is_wanted = shape == (rows,) if not columns else len(shape) == 2 and shape[0] == rows and shape[1] >= columns
-    if not is_wanted:
-        wanted = f"[{rows}, >= {columns}]" if columns else f"[{rows}]"
-        raise ValueError(f"{name} must be {wanted}, one for each row of logits, got {list(shape)}; slice it")
-    if columns > 1 and tensor.stride(1) != 1:
-        raise ValueError(f"{name} must have column stride 1, got strides {tensor.stride()}; call .contiguous()")
+    if tensor.shape != (rows,):
+        raise ValueError(f"{name} must be [{rows}], one for each row of logits, got {list(tensor.shape)}; slice it")
 
 
 def check_consumes(consumes: bool | str, logits: Tensor, *read: Tensor) -> None:
