@@ -1,11 +1,10 @@
 """Sampling parameters out of what other libraries hold: a GenerationConfig of transformers, a request body of OpenAI's.
 
 Both functions return keyword arguments of ``SamplingParams``, which checks their values. A field that is set and that a
-sampler cannot honour is an error that names it. Modules::
+sampler cannot honour is an error that names it, by the checks that stand here. Modules::
 
     generation_config  fields of a GenerationConfig
     openai_body        fields of a request body
-    __init__           the check of fields that ask for what a sampler does not have
 """
 
 from __future__ import annotations
