@@ -161,7 +161,7 @@ def checked_logprobs(captured: Iterable[Logprobs], vocab_size: int) -> list[Logp
     return list(dict.fromkeys(asked))
 
 
-FEW = 512
+FEW = 128
 """Numbers of a batch that a loop of Python looks at in less time than calls of numpy take between other code."""
 
 
