@@ -42,7 +42,6 @@ class InputBuffer:
         self._layout, self._itemsize = (self.tensor.dtype, self.tensor.stride()), spec.dtype.itemsize
         self._is_lent = False  # whether the caller may write any row at any time
         self._num_dirty = 0  # rows from this one on hold the fill
-        self._views: dict[int, Tensor] = {}
 
     def lend(self) -> Tensor:
         """The buffer itself, for a caller who may write it: from now on nothing that it held counts as still there."""
@@ -50,12 +49,8 @@ class InputBuffer:
         return self.tensor
 
     def rows(self, rows: int) -> Tensor:
-        """The view of the first ``rows`` rows, kept for later calls."""
-        view = self._views.get(rows)
-        if view is None:
-            with torch.inference_mode(False):
-                view = self._views[rows] = self.tensor[:rows]
-        return view
+        """The view of the first ``rows`` rows."""
+        return self.tensor[:rows]
 
     def stage(
         self, source: Tensor | None, rows: int, bucket: int, targets: list[Tensor], sources: list[Tensor]
@@ -74,8 +69,7 @@ class InputBuffer:
                 source = source.clone()  # another view of this memory cannot be copied onto it
             if source.requires_grad:
                 source = source.detach()
-            view = self._views.get(rows)
-            targets.append(self.rows(rows) if view is None else view)
+            targets.append(self.tensor[:rows])
             sources.append(first_rows(source, rows, self.spec.shape))
         if rows < bucket and rows < self._num_dirty:
             end = bucket if self._is_lent else self._num_dirty  # behind the bucket a lent one is the caller's
