@@ -14,8 +14,7 @@ from torch import Tensor
 from graph_cache.registry import BufferSpec, Given, Results
 
 _FEW = 64  # numbers of a row that are copied in a launch with others
-OUT = "out"
-"""Stands for results among names of inputs."""
+OUT = "out"  # stands for results among names of inputs
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class Binding:
         return tensor.dtype is self.dtype and tensor.stride() == self.strides
 
 
-OutBinding = tuple[Binding | None, ...]
-"""The caller's tensors for the fields of results; None for a field that is None."""
+OutBinding = tuple[Binding | None, ...]  # the caller's tensors for the fields of results; None for a field that is None
 
 
 def out_matches(bound: OutBinding, out: Results | None) -> bool:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Results = tuple[Tensor | None, ...]
-"""A NamedTuple of tensors; a field that is None is left out."""
+Results = tuple[Tensor | None, ...]  # a NamedTuple of tensors; a field that is None is left out
 Given = Tensor | bytes
 """An input of a run: a tensor, or of an input ``on_host`` R int64 numbers as the machine has them."""
 
@@ -60,8 +59,7 @@ class BufferSpec:
         return self.ragged or self.times > 1
 
 
-Inputs = Mapping[str, BufferSpec]
-"""The layout of each input of a callable, by its name."""
+Inputs = Mapping[str, BufferSpec]  # the layout of each input of a callable, by its name
 
 
 def tensor_of(numbers: bytes, dtype: torch.dtype) -> Tensor:

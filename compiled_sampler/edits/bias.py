@@ -16,8 +16,7 @@ from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, checke
 from compiled_sampler.edits.history import History
 from compiled_sampler.scalars import checked_float
 
-NO_TOKEN = 2**31 - 1
-"""What stands behind the last token of an ascending list."""
+NO_TOKEN = 2**31 - 1  # what stands behind the last token of an ascending list
 _MASKED = float("-inf")
 _MOST_BIAS = float(np.finfo(np.float32).max)
 

@@ -30,8 +30,7 @@ from compiled_sampler.edits.edit_spec import (
 )
 from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History
 
-MOST_REPEATED = 50
-"""Tokens of a repetition that DRY tells apart; longer ones are penalized like these."""
+MOST_REPEATED = 50  # tokens of a repetition that DRY tells apart; longer ones are penalized like these
 _POSITION_BYTES = 270  # of a row, at most, in eager torch: an int32 and a bool for each length of a repetition
 
 

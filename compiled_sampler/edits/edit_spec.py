@@ -20,8 +20,7 @@ import torch
 
 from compiled_sampler.scalars import check_choice, checked_float, checked_int
 
-Params = Any
-"""``SamplingParams``, which are checked and stand above."""
+Params = Any  # ``SamplingParams``, which are checked and stand above
 Kind = Literal["mask", "list", "noise", "history", "end", "filter"]
 """A mask of tokens; a list of a few tokens that are written into each row; what keys the noise; reading the history;
 the end of a request; a filter of whole rows. Noise, history and end change no logit."""
@@ -84,8 +83,7 @@ class Column:
     """From the sizes and V."""
 
 
-PROMPT_LEN = Column(lambda params, row: row.prompt_len, off=None)
-"""Positions of the prompt; those behind were drawn."""
+PROMPT_LEN = Column(lambda params, row: row.prompt_len, off=None)  # positions of the prompt; those behind were drawn
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,9 @@ from torch import Tensor
 
 from compiled_sampler.edits.edit_spec import PROMPT_LEN, Column, EditSpec
 
-UNWRITTEN = -1
-"""The token of a position that holds none."""
-NO_SUCCESSOR = 2**31 - 1
-"""The successor of a position behind which the same token does not stand."""
-TOKEN, ORDINAL, SUCCESSOR = range(3)
-"""The numbers of a position in ``History.entries``."""
+UNWRITTEN = -1  # the token of a position that holds none
+NO_SUCCESSOR = 2**31 - 1  # the successor of a position behind which the same token does not stand
+TOKEN, ORDINAL, SUCCESSOR = range(3)  # the numbers of a position in ``History.entries``
 
 
 class History(NamedTuple):

@@ -15,8 +15,7 @@ from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.params import SamplingParams
 
-MOST_IDLE = 8
-"""Samplers that are kept while nobody uses them."""
+MOST_IDLE = 8  # samplers that are kept while nobody uses them
 
 
 @dataclass(frozen=True)

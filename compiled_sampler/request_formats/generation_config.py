@@ -11,8 +11,7 @@ from typing import Any
 from compiled_sampler.edits import PARAMETERS
 from compiled_sampler.request_formats import check_known, check_refused, value_of
 
-DEFAULT_TOP_K = 50
-"""What ``generate`` of transformers takes for a ``top_k`` that nobody set."""
+DEFAULT_TOP_K = 50  # what ``generate`` of transformers takes for a ``top_k`` that nobody set
 
 _SEARCH = "leave it out; the sampler draws, and searches nothing"
 _PROCESSOR = "leave it out; in generate, its processor may run before: logits_processor=[...]"

@@ -161,8 +161,7 @@ def checked_logprobs(captured: Iterable[Logprobs], vocab_size: int) -> list[Logp
     return list(dict.fromkeys(asked))
 
 
-FEW = 128
-"""Numbers of a batch that a loop of Python looks at in less time than calls of numpy take between other code."""
+FEW = 128  # numbers of a batch that a loop of Python looks at in less time than calls of numpy take between other code
 
 
 def checked_params(params: object) -> tuple[SamplingParams, ...]:

@@ -238,8 +238,7 @@ _FIELDS: dict[type, dict[str, tuple[tuple[torch.dtype, ...], int]]] = {
     },
 }
 """The dtypes, that of new tensors first, and the number of dimensions: ``[rows]`` or ``[rows, columns]``."""
-_FINISHED = {"finished": ((torch.bool,), 1)}
-"""The field that only batches with edits have."""
+_FINISHED = {"finished": ((torch.bool,), 1)}  # the field that only batches with edits have
 _Fields = dict[str, tuple[tuple[torch.dtype, ...], list[int]]]
 """Dtypes and shape by name; fields of logprobs by ``logprobs.name``."""
 

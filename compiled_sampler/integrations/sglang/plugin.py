@@ -85,13 +85,11 @@ def from_text(text: str) -> str | None:
     return text
 
 
-NAME = "compiled_sampler"
-"""Of the backend: ``--sampling-backend compiled_sampler``."""
+NAME = "compiled_sampler"  # of the backend: ``--sampling-backend compiled_sampler``
 DETERMINISTIC = "pytorch"
 """The backend that ``--enable-deterministic-inference`` puts in place of any other; it is taken too."""
 _SEEDED = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
-_BACKEND: list[str] = []
-"""The backend of ``functional``, once the adapter is on in this process."""
+_BACKEND: list[str] = []  # the backend of ``functional``, once the adapter is on in this process
 
 
 def load() -> None:

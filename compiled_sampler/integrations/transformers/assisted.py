@@ -24,12 +24,10 @@ from compiled_sampler.integrations.transformers.sampling import (
     sample,
 )
 
-MOST_KNOWN = 8
-"""Tokens of a sequence that may wait for the others of its batch before nothing more is drafted for it."""
+MOST_KNOWN = 8  # tokens of a sequence that may wait for the others of its batch before nothing more is drafted for it
 
 Generator = Any
-Make = Callable[[Tensor, int], Generator]
-"""A candidate generator for a text int64 ``[1, T]`` of at most so many tokens."""
+Make = Callable[[Tensor, int], Generator]  # a candidate generator for a text int64 ``[1, T]`` of at most so many tokens
 
 
 class Drafter:
