@@ -9,6 +9,7 @@ stand the checks that several parameters have, each from what a caller gave to w
 from __future__ import annotations
 
 import dataclasses
+import functools
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,31 +180,21 @@ def checked_token_id(name: str, value: object) -> int:
     return found
 
 
-def in_range(text: str, holds: Callable[[float], bool], way_out: str) -> Callable[[str, object], float]:
-    """A check of a parameter that is a number, stored as a Python float; ``text`` is the range as errors have it."""
+def in_range(
+    text: str, holds: Callable[[float], bool], way_out: str, number_of: Callable[[str, object], float] = checked_float
+) -> Callable[[str, object], float]:
+    """A check of a parameter that is a number, stored as one of Python; ``text`` is the range as errors have it."""
 
     def check(name: str, value: object) -> float:
-        number = checked_float(name, value)
-        _check_holds(name, number, text, holds, way_out)
+        number = number_of(name, value)
+        if not holds(number):
+            raise ValueError(f"{name} must be {text}, got {number}; {way_out}")
         return number
 
     return check
 
 
-def count_in_range(text: str, holds: Callable[[float], bool], way_out: str) -> Callable[[str, object], int]:
-    """A check of a parameter that counts tokens, stored as a Python int; arguments and errors as ``in_range``."""
-
-    def check(name: str, value: object) -> int:
-        count = checked_int(name, value)
-        _check_holds(name, count, text, holds, way_out)
-        return count
-
-    return check
-
-
-def _check_holds(name: str, number: float, text: str, holds: Callable[[float], bool], way_out: str) -> None:
-    if not holds(number):
-        raise ValueError(f"{name} must be {text}, got {number}; {way_out}")
+count_in_range = functools.partial(in_range, number_of=checked_int)
 
 
 def checked_flag(name: str, value: object, way_out: str) -> bool:
