@@ -18,10 +18,10 @@ from compiled_sampler.edits.history import READS_HISTORY, TOKEN, UNWRITTEN, Hist
 from compiled_sampler.edits.min_tokens import STOPS, StopLists
 from compiled_sampler.edits.names import CONSUMES, LEAVES, MASK, RESTORE, RESTORES, SILENT, reading
 from compiled_sampler.edits.recording import entries_of, recorded, write_record
-from compiled_sampler.edits.tables import CustomTables, EditInputs, EditTables, NoiseInputs, RowFilters
+from compiled_sampler.edits.tables import EditInputs, EditTables, NoiseInputs, RowFilters
 from compiled_sampler.edits.watermark import WATERMARK
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
-from compiled_sampler.engine.requests.uploads import LEAST_ENTRIES, sent
+from compiled_sampler.engine.requests.uploads import ARRAY_DTYPES, LEAST_ENTRIES, sent
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import check_choice, checked_int
@@ -45,10 +45,17 @@ class EditSlots:
     ) -> None:
         self.custom = custom
         self._shape, self._sizes, self._device = (num_slots, vocab_size), sizes, device
-        self._history_len, self._layout = history_len, RowLayout(sizes, vocab_size)
+        self._history_len = history_len
+        self._custom_numbers = Column(
+            lambda params, row: custom.numbers_of(params),
+            off=None,
+            dtype=torch.int64,
+            shape=lambda sizes, vocab_size: (custom.num_columns,),
+        )
+        self._layout = RowLayout(sizes, vocab_size, [self._custom_numbers] if custom.names else [])
         self._rows: Tensor | None = None
         self._history: TokenHistory | None = None
-        self._ring = PinnedRing(self._layout.num_words + 2 * custom.num_columns, device)
+        self._ring = PinnedRing(self._layout.num_words, device)
         self._pending: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
         self._tables: dict[tuple[str, ...], tuple[EditTables, CustomEdits | None]] = {}
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits
@@ -87,12 +94,12 @@ class EditSlots:
         """
         if not edits:
             if slot in self._edited:
-                self._pending[slot] = self._row(_NEUTRAL, (), 0, False), None
+                self._pending[slot] = self._layout.row_of(_NEUTRAL, (), 0, False), None
                 self._edited.discard(slot)
             return
         self._edited.add(slot)
         begins = bool(reading(edits))
-        row = self._row(params, edits, len(prompt), begins)
+        row = self._layout.row_of(params, edits, len(prompt), begins)
         text = self._without_foreign((*prompt, *output)) if begins else ()
         entries = entries_of(text, len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
@@ -150,9 +157,9 @@ class EditSlots:
 
     @property
     def rows(self) -> Tensor:
-        """int32 ``[max(S, 2), n]``, the edits of every slot on the device: ``RowLayout.num_words``, then the user's."""
+        """int32 ``[max(S, 2), num_words]``, the edits of every slot on the device."""
         if self._rows is None:
-            neutral = self._row(_NEUTRAL, (), 0, False)
+            neutral = self._layout.row_of(_NEUTRAL, (), 0, False)
             with torch.inference_mode(False):
                 self._rows = sent(neutral, self._device).repeat(max(self._shape[0], LEAST_ENTRIES), 1)
         return self._rows
@@ -176,28 +183,16 @@ class EditSlots:
         leave = RESTORE if RESTORES in edits else CONSUMES in edits
         return EditInputs(tables, given.get(MASK), leave, custom, of_custom)
 
-    def _row(self, params: SamplingParams, edits: Sequence[str], prompt_len: int, reads_history: bool) -> np.ndarray:
-        """The row of a request with these edits, int32."""
-        row = self._layout.row_of(params, edits, prompt_len, reads_history)
-        numbers = self.custom.numbers_of(params)
-        if not len(numbers):
-            return row
-        made: np.ndarray = np.concatenate([row, numbers.view(np.int32)])
-        return made
-
     def _new_tables(self, edits: tuple[str, ...], processed_scale: Tensor) -> EditTables:
+        is_custom = not {*self.custom.names}.isdisjoint(edits)
         filters = [self._table(spec) for spec in EDIT_SPECS if spec.kind == "filter" and spec.name in edits]
         return EditTables(
             allowed=self._table(ALLOWED_TOKEN_IDS) if ALLOWED_TOKEN_IDS.name in edits else None,
             lists=tuple(self._table(spec) for spec in LIST_SPECS if spec.name in edits),
             history=self.history.table if reading(edits) else None,
-            custom=self._custom(edits) if set(edits) & {*self.custom.names} else None,
+            custom=self.custom.tables(edits, self._column(self._custom_numbers)) if is_custom else None,
             filters=RowFilters(processed_scale, tuple(filters)) if filters else None,
         )
-
-    def _custom(self, edits: tuple[str, ...]) -> CustomTables:
-        columns = self._part(self._layout.num_words, (self.custom.num_columns,), torch.int64)
-        return self.custom.tables(edits, columns)
 
     def noise(self, edits: Sequence[str]) -> NoiseInputs | None:
         """What keys the noise of a step with these edits; None where it is the position."""
@@ -219,22 +214,18 @@ class EditSlots:
         return spec.table(**{name: self._column(column) for name, column in spec.columns.items()})
 
     def _column(self, column: Column) -> Tensor:
-        return self._part(self._layout.starts[column], self._layout.shapes[column], column.dtype)
-
-    def _part(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A part of all rows, ``[S, *shape]``, of a dtype of 4 or 8 bytes."""
-        rows = self.rows
+        """The numbers of all slots in a column, ``[S, *shape]``."""
+        rows, shape, dtype = self.rows, self._layout.shapes[column], column.dtype
         strides = (
             rows.shape[1] * rows.itemsize // dtype.itemsize,
             *(() if len(shape) < 2 else (shape[1],)),
             *((1,) if shape else ()),
         )
         with torch.inference_mode(False):
-            return part_of(rows, dtype, start, (rows.shape[0], *shape), strides)
+            return part_of(rows, dtype, self._layout.starts[column], (rows.shape[0], *shape), strides)
 
 
 _ALIGNED = 16  # words; kernels clone what is not aligned
-_DTYPES = {torch.int32: np.int32, torch.float32: np.float32, torch.float64: np.float64}
 
 
 def checked_sizes(sizes: EditSizes | None) -> EditSizes:
@@ -254,9 +245,10 @@ def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> Non
 class RowLayout:
     """The columns of a slot's row: first single numbers, the smaller before the larger, then lists, each aligned."""
 
-    def __init__(self, sizes: EditSizes, vocab_size: int) -> None:
+    def __init__(self, sizes: EditSizes, vocab_size: int, further: Sequence[Column] = ()) -> None:
         self._sizes, self._vocab_size = sizes, vocab_size
-        columns = list(dict.fromkeys(column for spec in EDIT_SPECS for column in spec.columns.values()))
+        declared = (column for spec in EDIT_SPECS for column in spec.columns.values())
+        columns = list(dict.fromkeys((*declared, *further)))
         self.shapes = {column: column.shape(sizes, vocab_size) for column in columns}
         self.starts, end = dict[Column, int](), 0
         for column in sorted(columns, key=lambda column: (self.shapes[column] != (), column.dtype.itemsize)):
@@ -288,7 +280,7 @@ class RowLayout:
         """The numbers of a column in a row, which share its memory."""
         shape, words = self.shapes[column], column.dtype.itemsize // torch.int32.itemsize
         start = self.starts[column]
-        return row[start : start + words * math.prod(shape)].view(_DTYPES[column.dtype]).reshape(shape)
+        return row[start : start + words * math.prod(shape)].view(ARRAY_DTYPES[column.dtype]).reshape(shape)
 
 
 class TokenHistory:

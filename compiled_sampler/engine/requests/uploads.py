@@ -21,7 +21,7 @@ LEAST_ENTRIES = 2
 _OF_REQUESTS = torch.int64, torch.int64  # seed and needs
 _OF_KINDS = (torch.float32, torch.int32, torch.int64, torch.float64, torch.float32, torch.float32)
 _DTYPES = (*_OF_REQUESTS, *_OF_KINDS)  # the last is of processed_scale
-_ARRAY_DTYPES = {dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES}
+ARRAY_DTYPES = {dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES}
 _WORD_BYTES = 4
 _LONGEST_WAIT = 10.0  # seconds
 _SLAB_SIZE = 1 << 17  # 1 MiB: plans of 256 rows take a new one after 512 of them
@@ -41,7 +41,7 @@ class StagedTable:
             for dtype, value in zip(_DTYPES, entry, strict=True):
                 size = num_slots * dtype.itemsize // _WORD_BYTES
                 start = mirror.take(size)
-                column = mirror.here[start : start + size].view(_ARRAY_DTYPES[dtype])
+                column = mirror.here[start : start + size].view(ARRAY_DTYPES[dtype])
                 column[:] = value
                 self._columns.append(column.data)  # the same memory, whose entries are set in half the time
                 columns.append(part_of(mirror.there, dtype, start, (num_slots,), (1,)))
