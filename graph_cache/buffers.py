@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graph_cache.copies import NewCopies
-from graph_cache.keys import OUT, Binding, OutBinding, VariantKey
+from graph_cache.keys import OUT, Binding, OutBinding
 from graph_cache.mirror import HostMirror, part_of
 from graph_cache.registry import (
     BufferSpec,
@@ -25,7 +25,6 @@ from graph_cache.registry import (
     check_tensor,
     first_rows,
     listed,
-    rows_used,
 )
 
 
@@ -189,12 +188,6 @@ class StaticTensors:
         self.bound_outs: dict[str, Results] = {}  # by callable, with the identities below
         self.outs: dict[str, OutBinding] = {}
 
-    def check_mirror(self, inputs: Mapping[str, BufferSpec]) -> None:
-        """Raise ValueError if one of the inputs is of the host and there is no mirror."""
-        of_host = [name for name, spec in inputs.items() if spec.on_host]
-        if of_host and self.mirror is None:
-            raise ValueError(f"input {of_host[0]!r} on the host must have a mirror; GraphCache(mirror=HostMirror(...))")
-
     def bind(self, input_name: str, tensor: Tensor) -> None:
         """Bind ``tensor`` (``[rows, >= tail...]``, any strides) to an input; a reference to it is kept."""
         check_tensor(input_name, tensor, self._registry.spec(input_name), self._device)
@@ -225,43 +218,11 @@ class StaticTensors:
             self._inputs[input_name] = InputBuffer(*layout) if mirror is None else HostInput(*layout, mirror)
         return self._inputs[input_name]
 
-    def owned_by(self, registration: Registration, key: VariantKey) -> dict[str, InputBuffer]:
-        """The owned buffers that a variant reads: one for every input that its key does not bind."""
-        bound = {binding.input_name for binding in key.binding or ()}
-        return {name: self.owned(name) for name in registration.inputs if name not in bound}
-
-    def read_by(
-        self, registration: Registration, key: VariantKey, owned: Mapping[str, InputBuffer]
-    ) -> dict[str, Tensor]:
-        """The inputs of a variant, ``[P * times, *T]`` each: rows of owned buffers or of bound tensors."""
-        inputs = {}
-        for name, spec in registration.inputs.items():
-            if name in owned:
-                inputs[name] = owned[name].rows(key.rows * spec.times)
-            else:
-                there = self.bound[name]
-                inputs[name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
-        return inputs
-
-    def on_padding(self, registration: Registration, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs of a variant, with the fill where a caller's tensor says which rows are live."""
-        of_caller = [name for name in tensors if registration.inputs[name].on_host and name in self.bound]
-        return {
-            **tensors,
-            **{name: torch.full_like(tensors[name], registration.inputs[name].fill) for name in of_caller},
-        }
-
     def bind_out(self, name: str, out: Results) -> None:
         """Bind tensors ``[rows, *tail]`` for the results of a callable; a reference to them is kept."""
         self._registry.named(name)
         self.bound_outs[name] = out
         self.outs[name] = tuple(None if field is None else Binding.of(OUT, field) for field in out)
-
-    def written_by(self, key: VariantKey) -> tuple[Tensor | None, ...] | None:
-        """The caller's tensors that a variant writes, ``[P, *T]`` each; None if it writes owned outputs."""
-        if key.out is None:
-            return None
-        return tuple(field if field is None else field.detach()[: key.rows] for field in self.bound_outs[key.name])
 
     def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:
         """The output buffers of a callable, made for the first ``results`` of a layout (``[rows, *T]`` a field)."""

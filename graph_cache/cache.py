@@ -79,7 +79,9 @@ class GraphCache:
             ValueError: a name taken, no input, one with another layout than before or on the host of a cache without a
                 mirror; an unknown covered name.
         """
-        self._statics.check_mirror(inputs)
+        of_host = [key for key, spec in inputs.items() if spec.on_host]
+        if of_host and self._statics.mirror is None:
+            raise ValueError(f"input {of_host[0]!r} on the host must have a mirror; GraphCache(mirror=HostMirror(...))")
         self._registry.add(name, fn, inputs, covers, most_copied)
 
     def bind(self, input_name: str, tensor: Tensor) -> None:

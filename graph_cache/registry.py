@@ -89,18 +89,6 @@ class Registration:
     covers: tuple[str, ...]  # callables whose results this one gives too, bit for bit
     most_copied: float = math.inf  # bytes; where a replay would copy more, a direct call takes less time
 
-    def call(self, given: Mapping[str, Given], rows: int, device: torch.device) -> Results:
-        """The callable's results, checked, for views ``[rows, *T]`` of what is given (``[>= rows, >= tail...]``)."""
-        specs = self.inputs
-        tensors = {
-            n: each if isinstance(each, Tensor) else tensor_of(each, specs[n].dtype).to(device)
-            for n, each in given.items()
-        }
-        used = {name: rows_used(tensors[name], spec, rows) for name, spec in self.inputs.items()}
-        results = self.fn(**{n: first_rows(tensors[n], used[n], spec.shape) for n, spec in self.inputs.items()})
-        check_results(results, rows, device)
-        return results
-
 
 class Registry:
     """Callables by name, in order of registration, and the one layout of every input name."""

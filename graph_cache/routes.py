@@ -15,7 +15,17 @@ from torch import Tensor
 from graph_cache.copies import copy_tensors
 from graph_cache.keys import Binding, BucketLadder, OutBinding, VariantKey, keys_of
 from graph_cache.mirror import HostMirror
-from graph_cache.registry import Given, Registration, Registry, Results, check_out
+from graph_cache.registry import (
+    Given,
+    Registration,
+    Registry,
+    Results,
+    check_out,
+    check_results,
+    first_rows,
+    rows_used,
+    tensor_of,
+)
 from graph_cache.variants import Variant
 
 Run = Callable[[Mapping[str, Given], int, Results | None], Results]
@@ -240,7 +250,13 @@ def _call(
     """The results of a direct call. No method: a route that holds this function must not keep the cache alive."""
     if mirror is not None:
         mirror.upload()
-    results = registration.call(tensors, rows, device)
+    inputs = {}
+    for name, spec in registration.inputs.items():
+        given = tensors[name]
+        whole = given if isinstance(given, Tensor) else tensor_of(given, spec.dtype).to(device)
+        inputs[name] = first_rows(whole, rows_used(whole, spec, rows), spec.shape)
+    results = registration.fn(**inputs)
+    check_results(results, rows, device)
     if out is None:
         return results
     check_out(out, results)

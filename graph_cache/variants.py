@@ -13,7 +13,7 @@ from graph_cache.capture import CaptureBackend, Replay
 from graph_cache.copies import copy_tensors
 from graph_cache.keys import VariantKey
 from graph_cache.mirror import HostMirror
-from graph_cache.registry import Given, Registration, Results, rows_used
+from graph_cache.registry import Given, Registration, Results, first_rows, rows_used
 
 Progress = Callable[[int, int, str], object]
 
@@ -82,18 +82,28 @@ def capture_variant(
     """The variant of a key: the callable is warmed up, then captured with the copy of its results to the outputs."""
     # Owned inputs of one number a row hold their fill: a callable that keeps a state of its own must not find the last
     # batch. So what is bound says nothing of live rows before a replay, and results are written by replays alone.
-    owned = statics.owned_by(registration, key)
-    of_host = tuple((name, each) for name, each in owned.items() if isinstance(each, HostInput))
+    inputs, in_place = registration.inputs, {binding.input_name for binding in key.binding or ()}
+    owned = {name: statics.owned(name) for name in inputs if name not in in_place}
+    of_host = tuple((name, buffer) for name, buffer in owned.items() if isinstance(buffer, HostInput))
     try:
         if statics.mirror is not None:
             statics.mirror.upload()
         for buffer in owned.values():
             buffer.forget()
-        tensors, into = statics.read_by(registration, key, owned), statics.written_by(key)
-        warm = statics.on_padding(registration, tensors)
-        results = backend.warm_up(lambda: registration.fn(**warm))
+        tensors = dict[str, Tensor]()
+        for name, spec in inputs.items():
+            if name in owned:
+                tensors[name] = owned[name].rows(key.rows * spec.times)
+            else:
+                bound = statics.bound[name]
+                tensors[name] = first_rows(bound, rows_used(bound, spec, key.rows), spec.shape)
+        live = {name: torch.full_like(tensors[name], inputs[name].fill) for name in in_place if inputs[name].on_host}
+        results = backend.warm_up(lambda: registration.fn(**{**tensors, **live}))
         outputs = statics.outputs_of(registration, results, key.rows)
-        targets = outputs.rows(key.rows) if into is None else into
+        targets = outputs.rows(key.rows)
+        if key.out is not None:
+            bound_out = statics.bound_outs[key.name]
+            targets = tuple(field if field is None else field.detach()[: key.rows] for field in bound_out)
 
         def work() -> None:
             returned = registration.fn(**tensors)
