@@ -45,13 +45,10 @@ def biased_tokens(x: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int
     slot, place = slots.clamp(min=0), indices(lists.token_ids.shape[1], slots.device)
     is_entry = place < torch.where(slots >= 0, lists.counts[slot], 0)[:, None]
     ids = entry_ids(lists.token_ids[slot], is_entry, vocab_size)
-    before = x.gather(1, ids)
-    return edited_tokens(ids, before, _biased(before, lists.biases[slot]), is_entry)
-
-
-def _biased(x: Tensor, bias: Tensor) -> Tensor:
-    """Logits with a bias each, float32; one of -inf masks its token, whatever the logit is."""
-    return torch.where(bias == _MASKED, _MASKED, without_denormals(without_denormals(x) + bias))
+    before, bias = x.gather(1, ids), lists.biases[slot]
+    # a bias of -inf masks its token, whatever the logit is
+    after = torch.where(bias == _MASKED, _MASKED, without_denormals(without_denormals(before) + bias))
+    return edited_tokens(ids, before, after, is_entry)
 
 
 def checked_bias(name: str, values: object) -> tuple[tuple[int, float], ...]:

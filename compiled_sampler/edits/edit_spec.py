@@ -65,10 +65,6 @@ class SlotRow(NamedTuple):
     vocab_size: int
 
 
-def _one_number(sizes: EditSizes, vocab_size: int) -> tuple[int, ...]:
-    return ()
-
-
 @dataclass(frozen=True, eq=False)
 class Column:
     """Numbers of a request in its slot's row, which a table reads; the same column may be in several tables."""
@@ -80,7 +76,7 @@ class Column:
     request."""
     dtype: torch.dtype = torch.int32
     """Of 4 or 8 bytes."""
-    shape: Callable[[EditSizes, int], tuple[int, ...]] = _one_number
+    shape: Callable[[EditSizes, int], tuple[int, ...]] = lambda sizes, vocab_size: ()
     """From the sizes and V."""
 
 

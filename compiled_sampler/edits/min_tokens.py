@@ -54,10 +54,6 @@ def _check_has_stop(params: Params) -> None:
         )
 
 
-def _checked_eos(name: str, value: object) -> int | None:
-    return None if value is None else checked_token_id(name, value)
-
-
 _COLUMNS = {
     "prompt_lens": PROMPT_LEN,
     "min_tokens": Column(lambda params, row: params.min_tokens),
@@ -86,7 +82,12 @@ STOPS = EditSpec(
     effect="nothing; one of these tokens ends the request",
     parameters={
         "stop_token_ids": Parameter(checked_token_ids, in_vllm=True),
-        "eos_token_id": Parameter(_checked_eos, in_vllm=True, in_generate=True, in_openai=False),
+        "eos_token_id": Parameter(
+            lambda name, value: None if value is None else checked_token_id(name, value),
+            in_vllm=True,
+            in_generate=True,
+            in_openai=False,
+        ),
         "ignore_eos": Parameter(
             lambda name, value: checked_flag(name, value, "True draws on behind eos_token_id"), in_vllm=True
         ),

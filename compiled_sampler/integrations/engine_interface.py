@@ -52,12 +52,16 @@ def check_supported(supported: Supported, version: str, find: Find | None = None
 
 def differences(interface: Interface, find: Find) -> list[str]:
     """The names of what is called or made that an engine does not have as it is expected."""
+    signature, unwrap = inspect.signature, inspect.unwrap
     tables: list[tuple[Mapping[str, Any], Callable[[Any, Any], bool]]] = [
-        (interface.parameters, _has_parameters),
-        (interface.passed, _takes),
+        (interface.parameters, lambda function, wanted: tuple(signature(function).parameters) == wanted),
+        (interface.passed, lambda function, wanted: set(wanted) <= set(signature(function).parameters)),
         (interface.returns, _returns),
         (interface.fields, _has_fields),
-        (interface.attributes, _names_attributes),
+        (
+            interface.attributes,
+            lambda function, names: not names or set(names) <= set(unwrap(function).__code__.co_names),
+        ),
     ]
     return [name for table, check in tables for name, wanted in table.items() if not _holds(find, name, check, wanted)]
 
@@ -118,14 +122,6 @@ def _holds(find: Find, name: str, check: Callable[[Any, Any], bool], wanted: Any
         return False
 
 
-def _has_parameters(function: Any, wanted: Names) -> bool:
-    return tuple(inspect.signature(function).parameters) == wanted
-
-
-def _takes(function: Any, wanted: Names) -> bool:
-    return set(wanted) <= set(inspect.signature(function).parameters)
-
-
 def _returns(function: Any, wanted: str) -> bool:
     annotation = inspect.signature(function).return_annotation
     return bool(getattr(annotation, "__name__", annotation) == wanted)
@@ -135,10 +131,6 @@ def _has_fields(record: Any, wanted: Names) -> bool:
     if dataclasses.is_dataclass(record):
         return set(wanted) <= {each.name for each in dataclasses.fields(record)}
     return set(wanted) <= set(getattr(record, "__struct_fields__", ()) or record._fields)
-
-
-def _names_attributes(function: Any, wanted: Names) -> bool:
-    return not wanted or set(wanted) <= set(inspect.unwrap(function).__code__.co_names)
 
 
 _MOST_REQUESTS = 65_536  # whose seeds are remembered: an engine may ask at every step

@@ -200,7 +200,8 @@ def overlap(a: Span, b: Span) -> bool:
 def check_apart(fields: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
     """Raise unless every field of ``out`` has memory of its own."""
     for name, tensor in fields.items():
-        if 0 in tensor.stride() and _repeats(tensor):
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        if any(size > 1 and not stride for size, stride in sizes):  # as an expanded tensor has it
             raise ValueError(
                 f"out.{name} must not repeat its memory, got strides {tensor.stride()}; call .contiguous()"
             )
@@ -215,11 +216,6 @@ def check_apart(fields: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
     for name, a in spans.items():
         if any(overlap(a, b) for b in read):
             raise ValueError(f"out.{name} must have memory of its own, got that of an input; allocate each field")
-
-
-def _repeats(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share memory because it was expanded."""
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 _ALSO: dict[torch.dtype, tuple[torch.dtype, ...]] = collections.defaultdict(tuple, {torch.int64: (torch.int32,)})
