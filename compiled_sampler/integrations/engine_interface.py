@@ -58,10 +58,7 @@ def differences(interface: Interface, find: Find) -> list[str]:
         (interface.passed, lambda function, wanted: set(wanted) <= set(signature(function).parameters)),
         (interface.returns, _returns),
         (interface.fields, _has_fields),
-        (
-            interface.attributes,
-            lambda function, names: not names or set(names) <= set(unwrap(function).__code__.co_names),
-        ),
+        (interface.attributes, lambda method, names: not names or set(names) <= set(unwrap(method).__code__.co_names)),
     ]
     return [name for table, check in tables for name, wanted in table.items() if not _holds(find, name, check, wanted)]
 

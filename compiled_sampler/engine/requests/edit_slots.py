@@ -63,8 +63,9 @@ class EditSlots:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tables, the history and the state of the user's edits on the device."""
-        rows = self.custom.states.num_bytes + (0 if self._rows is None else self._rows.nbytes)
-        return rows + (0 if self._history is None else self._history.num_bytes)
+        history = () if self._history is None else (self._history.table.entries,)
+        rows = () if self._rows is None else (self._rows,)
+        return sum(tensor.nbytes for tensor in (*rows, *history, *self.custom.states.every))
 
     def checked(self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> tuple[str, ...]:
         """The names of the edits of a request that can be added."""
@@ -103,7 +104,7 @@ class EditSlots:
         text = self._without_foreign((*prompt, *output)) if begins else ()
         entries = entries_of(text, len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
-        self.custom.begin(slot, params)
+        self.custom.states.begin(slot, [name for name, _ in params.custom])
 
     def served(self, names: Collection[str]) -> tuple[str, ...]:
         """The edits of requests among the names of a caller, in their order, with what these need besides.
@@ -298,11 +299,6 @@ class TokenHistory:
     def memory(self) -> tuple[History, HistoryRows]:
         """The history to read, and its numbers in one row to write: the same memory."""
         return self.table, HistoryRows(*4 * (self.table.entries.view(-1),))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the history."""
-        return self.table.entries.nbytes
 
     def begin(self, slot: int, entries: np.ndarray) -> None:
         """Send the history of a request, int32 ``[3, L]``, to its slot, on the current stream and without a wait."""

@@ -157,7 +157,9 @@ class SlotState:
         table = self._tables.get(key)
         if table is None:
             names = EDITS if self._edits is None else self._edits.custom.all_names
-            table = self._tables[key] = self.staged.refusing(unserved_needs(self._modes, *key, names))
+            with torch.inference_mode(False):
+                unserved = torch.full_like(self.table.unserved, unserved_needs(self._modes, *key, names))
+            table = self._tables[key] = self.table._replace(unserved=unserved)
         return table
 
     @property

@@ -55,11 +55,6 @@ class StagedTable:
         """The words that it takes of a mirror."""
         return sum(HostMirror.aligned(num_slots * dtype.itemsize // _WORD_BYTES) for dtype in _DTYPES)
 
-    def refusing(self, unserved: int) -> SlotTable:
-        """The table for steps that do not serve some needs, given as bits, in a new tensor."""
-        with torch.inference_mode(False):
-            return self.table._replace(unserved=torch.full_like(self.table.unserved, unserved))
-
     def write(self, slot: int, seed: int, needs: int, rest: tuple[float | int, ...]) -> None:
         """Write an entry on the host, which the next step brings to the device, or ``mirror.upload`` before."""
         seeds, all_needs, *columns = self._columns
