@@ -124,16 +124,13 @@ def empty_search(top_ks: Tensor, vocab_size: int) -> Search:
     return Search(torch.empty_like(top_ks), brackets, top_ks.new_empty((num_rows, SUM_FIELDS.value)), lists, open_rows)
 
 
-def part_tiles(vocab_size: int, num_rows: int) -> int:
-    """Tiles of a part of a row, so that all programs run at once, unless parts would be long to race again."""
-    parts = max(_LEAST_PARTS, min(_RACING // max(num_rows, 1), _MOST_PARTS))
-    return int(triton.cdiv(triton.cdiv(vocab_size, _RACE_DEPTH * _RACE_LANES), parts))
-
-
 def empty_parts(top_ks: Tensor, vocab_size: int, *, weighs: bool) -> tuple[Tensor, int]:
     """Memory for the winner of each part of a row ``[R, parts]``, and the tiles of a part."""
-    tiles = part_tiles(vocab_size, triton.cdiv(top_ks.shape[0], _group(top_ks, weighs=weighs)))
-    num_parts = triton.cdiv(vocab_size, tiles * _RACE_DEPTH * _RACE_LANES)
+    # As many parts that all programs run at once, unless parts would be long to race again.
+    groups, tile_size = triton.cdiv(top_ks.shape[0], _group(top_ks, weighs=weighs)), _RACE_DEPTH * _RACE_LANES
+    parts = max(_LEAST_PARTS, min(_RACING // max(groups, 1), _MOST_PARTS))
+    tiles = int(triton.cdiv(triton.cdiv(vocab_size, tile_size), parts))
+    num_parts = triton.cdiv(vocab_size, tiles * tile_size)
     return top_ks.new_empty((top_ks.shape[0], num_parts)), tiles
 
 
