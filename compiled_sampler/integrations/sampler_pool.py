@@ -53,13 +53,15 @@ class SamplerPool:
         self._lock = threading.Lock()
 
     @contextmanager
-    def holding(self, form: SamplerForm, params: list[SamplingParams], prompts: list[list[int]]) -> Iterator[Holding]:
-        """A sampler of a form with requests in its slots, which are free again behind the block."""
+    def holding(
+        self, form: SamplerForm, params: list[SamplingParams], prompts: list[list[int]]
+    ) -> Iterator[tuple[Sampler, list[int]]]:
+        """A sampler of a form and the slots of requests in it, which are free again behind the block."""
         sampler, slots = self._taken(form), list[int]()
         try:
             for each, prompt in zip(params, prompts, strict=True):
                 slots.append(sampler.add_request(each, prompt if set(each.edits) - {"stops"} else ()))
-            yield Holding(sampler, slots)
+            yield sampler, slots
         finally:
             for slot in slots:
                 sampler.remove_request(slot)
@@ -82,14 +84,6 @@ class SamplerPool:
             history_len=form.history_len,
             edit_sizes=form.edit_sizes,
         )
-
-
-@dataclass(frozen=True)
-class Holding:
-    """A sampler and the slots of the requests of a call."""
-
-    sampler: Sampler
-    slots: list[int]
 
 
 def _sizes(params: list[SamplingParams]) -> EditSizes:

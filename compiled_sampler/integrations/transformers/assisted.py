@@ -149,7 +149,8 @@ def seeded_assisted(
     with batch.steps(outputs.logits) as steps, model._optimize_model_for_decode():
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         draw_column(steps, text, record, outputs)
-        drawing = {"custom_generate": sample, "sampler_backend": sampler_backend, "vocab_size": steps.vocab_size}
+        drawing = {"custom_generate": sample, "sampler_backend": sampler_backend}
+        drawing["vocab_size"] = steps.sampler.vocab_size
         make = _maker(generation_config, assistant_model, drawing)
         passes = _Passes(model, forward, steps, text, record)
         passes.begin(batch, generation_config.max_length - input_ids.shape[1], make)
@@ -171,7 +172,7 @@ class _Passes:
         first = self._text.token_ids[:, -1].tolist()
         for prompt, token, seed in zip(batch.prompts, first, self._steps.seeds, strict=True):
             most, device = len(prompt) + most_new, self._text.token_ids.device
-            self._drafters.append(Drafter([*prompt, token], most, make(seed), self._steps.vocab_size, device))
+            self._drafters.append(Drafter([*prompt, token], most, make(seed), self._steps.sampler.vocab_size, device))
 
     def advance(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Draft, verify, and take what every sequence has; the arguments of the next pass."""

@@ -15,7 +15,6 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.utils import ALL_CACHE_NAMES
 
 from compiled_sampler.batch import VerifyOutputs
-from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.integrations.sampler_pool import SamplerForm, SamplerPool
 from compiled_sampler.integrations.transformers import requests
@@ -144,8 +143,8 @@ class Batch:
         params = [each.for_vocab(most) for each in self.params]
         dtype = torch.float32 if self.processors or logits.dtype not in _DTYPES else logits.dtype
         form = SamplerForm.for_requests(params, most, dtype, self.positions.device, self.backend, self.longest)
-        with _POOL.holding(form, params, self.prompts) as held:
-            yield Steps(held.sampler, held.slots, self.positions, self.processors)
+        with _POOL.holding(form, params, self.prompts) as (sampler, slots):
+            yield Steps(sampler, slots, self.positions, self.processors)
 
 
 class Steps:
@@ -155,11 +154,6 @@ class Steps:
         self.sampler, self.slots, self._processors = sampler, slots, processors
         self.positions = positions  # int64 ``[B]``, of the next token of each
 
-    @property
-    def plan(self) -> Plan:
-        """The plan of one token for every sequence."""
-        return self.sampler.plan(self.slots)
-
     def prepared(self, token_ids: Tensor, logits: Tensor) -> Tensor:
         """Logits ``[B, V]`` of the sampler's dtype and device, behind the processors that are not the sampler's."""
         row = logits.to(self.sampler.device, self.sampler.logits_dtype, copy=bool(self._processors))
@@ -167,18 +161,13 @@ class Steps:
 
     def log_law(self, logits: Tensor) -> Tensor:
         """Logarithms of the law that the next tokens are drawn from, float32 ``[B, V]``."""
-        return self.sampler.probs(self.plan, logits, positions=self.positions).log()
+        return self.sampler.probs(self.sampler.plan(self.slots), logits, positions=self.positions).log()
 
     def drawn(self, logits: Tensor) -> Tensor:
         """The next token of every sequence, int64 ``[B]``, -1 where all are masked; positions move on by one."""
-        token_ids = self.sampler.sample(self.plan, logits, positions=self.positions).token_ids
+        token_ids = self.sampler.sample(self.sampler.plan(self.slots), logits, positions=self.positions).token_ids
         self.positions = self.positions + 1
         return token_ids
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the ids that can be drawn."""
-        return self.sampler.vocab_size
 
     @property
     def seeds(self) -> list[int | None]:
