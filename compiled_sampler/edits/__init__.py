@@ -42,13 +42,3 @@ LIST_SPECS = (*(spec for spec in EDIT_SPECS if spec.kind == "list" and spec is n
 
 PARAMETERS = {name: parameter for spec in EDIT_SPECS for name, parameter in spec.parameters.items()}
 """The fields of ``SamplingParams`` that belong to one of them."""
-
-
-def parameter_table() -> str:
-    """What each edit that a request can have does, by its parameters, as a table of Markdown."""
-    rows = (
-        f"| {', '.join(f'`{name}`' for name in spec.parameters)} | {spec.effect} |"
-        for spec in EDIT_SPECS
-        if spec.parameters
-    )
-    return "\n".join(("| parameters | effect |", "| --- | --- |", *rows))

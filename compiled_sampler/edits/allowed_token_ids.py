@@ -44,7 +44,6 @@ def _words(params: Params, row: SlotRow) -> np.ndarray:
 ALLOWED_TOKEN_IDS = EditSpec(
     name="allowed_token_ids",
     kind="mask",
-    effect="-inf for every other token",
     parameters={"allowed_token_ids": Parameter(_checked, in_vllm=True)},
     wanted=lambda params: params.allowed_token_ids is not None,
     check_vocabulary=_check_vocabulary,

@@ -78,7 +78,6 @@ def _entries(params: Params, row: SlotRow) -> np.ndarray:
 BAD_WORDS = EditSpec(
     name="bad_words",
     kind="list",
-    effect="-inf for the last token of a sequence whose others were just drawn",
     parameters={
         "bad_words_token_ids": Parameter(checked_words, in_vllm=True),
         "bad_words_scope": Parameter(check_scope),

@@ -80,7 +80,6 @@ def _pairs(name: str, values: object) -> list[tuple[object, object]]:
 LOGIT_BIAS = EditSpec(
     name="logit_bias",
     kind="list",
-    effect="`x + bias`; -inf masks the token",
     parameters={"logit_bias": Parameter(checked_bias, in_vllm=True)},
     wanted=lambda params: bool(params.logit_bias),
     entries={"biases": lambda params: len(params.logit_bias)},

@@ -115,7 +115,6 @@ def _range_of_llama_cpp(last_n: object) -> dict[str, Any]:
 DRY = EditSpec(
     name="dry",
     kind="list",
-    effect="`x - m * b**(n - a)` for a token that would prolong a repetition of n >= a tokens",
     parameters={
         "dry_multiplier": Parameter(in_range("in [0, 2**20]", lambda x: 0.0 <= x <= 2.0**20, "0 is none")),
         "dry_base": Parameter(

@@ -112,8 +112,6 @@ class EditSpec:
     name: str
     """In ``SamplingParams.edits``, ``captured_edits`` and logs."""
     kind: Kind
-    effect: str
-    """What it does, in a line of a table for users."""
     parameters: Mapping[str, Parameter] = field(default_factory=lambda: MappingProxyType({}))
     """The fields of ``SamplingParams`` that are its own."""
     wanted: Callable[[Params], bool] = lambda params: False

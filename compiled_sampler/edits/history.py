@@ -46,7 +46,6 @@ READS_HISTORY = Column(lambda params, row: row.reads_history, off=None)
 HISTORY_EDIT = EditSpec(
     name="history",
     kind="history",
-    effect="nothing; an edit of your own reads what was drawn",
     columns={"prompt_lens": PROMPT_LEN, "is_read": READS_HISTORY},
     reads_history=True,
 )

@@ -63,7 +63,6 @@ _COLUMNS = {
 MIN_TOKENS = EditSpec(
     name="min_tokens",
     kind="list",
-    effect="-inf for the tokens that end the request, until so many were drawn",
     parameters={
         "min_tokens": Parameter(
             count_in_range("in [0, 2**31)", lambda n: 0 <= n < 2**31, "0 lets a request end at once"),
@@ -79,7 +78,6 @@ MIN_TOKENS = EditSpec(
 STOPS = EditSpec(
     name="stops",
     kind="end",
-    effect="nothing; one of these tokens ends the request",
     parameters={
         "stop_token_ids": Parameter(checked_token_ids, in_vllm=True),
         "eos_token_id": Parameter(

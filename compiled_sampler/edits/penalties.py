@@ -95,7 +95,6 @@ _REPETITION = in_range("in [2**-20, 2**20]", lambda x: 2.0**-20 <= x <= 2.0**20,
 PENALTIES = EditSpec(
     name="penalties",
     kind="list",
-    effect="`x * (1 / r)` if `x > 0`, else `x * r`; `x - f * n` for n times drawn; `x - p` if drawn",
     parameters={
         "repetition_penalty": Parameter(_REPETITION, in_vllm=True, in_generate=True),
         "repetition_scope": Parameter(check_scope),

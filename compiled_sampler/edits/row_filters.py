@@ -25,7 +25,6 @@ class TopNSigma(NamedTuple):
 TOP_N_SIGMA = EditSpec(
     name="top_n_sigma",
     kind="filter",
-    effect="keeps logits within n standard deviations of the largest",
     parameters={
         "top_n_sigma": Parameter(
             in_range("finite and >= 0", lambda x: 0.0 <= x < math.inf, "0 keeps every token"), off_at_minus_1=True
@@ -46,7 +45,6 @@ class MinK(NamedTuple):
 MIN_K = EditSpec(
     name="min_k",
     kind="filter",
-    effect="keeps the first k of the order, k the larger of the rank of the cliff and of `floor(τ / range)`",
     parameters={
         "min_k": Parameter(lambda name, value: checked_flag(name, value, "True switches it on")),
         "min_k_tau": Parameter(
@@ -68,7 +66,6 @@ class PLess(NamedTuple):
 P_LESS = EditSpec(
     name="p_less",
     kind="filter",
-    effect="keeps tokens with `p >= sum(p**2)`",
     parameters={"p_less": Parameter(lambda name, value: checked_flag(name, value, "True switches it on"))},
     wanted=lambda params: params.p_less,
     table=PLess,
@@ -85,7 +82,6 @@ class TypicalP(NamedTuple):
 TYPICAL_P = EditSpec(
     name="typical_p",
     kind="filter",
-    effect="keeps tokens in the order of their surprise's distance from the entropy, while the mass before is below it",
     parameters={
         "typical_p": Parameter(
             in_range("in (0, 1]", lambda x: 0.0 < x <= 1.0, "1.0 keeps every token"), in_generate=True
@@ -107,7 +103,6 @@ class Xtc(NamedTuple):
 XTC = EditSpec(
     name="xtc",
     kind="filter",
-    effect="with this probability, drops all tokens with `p >= xtc_threshold` but the last of them in the order",
     parameters={
         "xtc_probability": Parameter(in_range("in [0, 1]", lambda x: 0.0 <= x <= 1.0, "0 excludes nothing")),
         "xtc_threshold": Parameter(in_range("in [0, 1]", lambda x: 0.0 <= x <= 1.0, "above 0.5 it excludes nothing")),

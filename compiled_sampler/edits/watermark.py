@@ -46,7 +46,6 @@ def noise_positions(slots: Tensor, positions: Tensor, watermarks: Watermarks, hi
 WATERMARK = EditSpec(
     name="watermark",
     kind="noise",
-    effect="nothing; a hash of so many tokens keys the noise instead of the position",
     parameters={
         "watermark_tokens": Parameter(
             count_in_range(
