@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache
 from operator import countOf
 from typing import TypeGuard, TypeVar
 
@@ -249,9 +248,9 @@ def checked_counts(num_drafts: Iterable[int]) -> tuple[int, ...]:
 
 
 def words_of_counts(num_drafts: Sequence[int]) -> bytes:
-    """The numbers of drafts of a batch by ``packer``."""
+    """The numbers of drafts of a batch as ``words_of``."""
     try:
-        return packer(len(num_drafts))(*num_drafts)
+        return words_of(num_drafts)
     except struct.error:
         raise _count_out_of_range(num_drafts) from None
 
@@ -277,11 +276,9 @@ def _count_out_of_range(num_drafts: Sequence[int]) -> ValueError:
     return ValueError(f"num_drafts of request {request} must be in [0, {MOST_DRAFTS}], got {count}; draft fewer")
 
 
-@cache
-def packer(count: int) -> Callable[..., bytes]:
-    """A function of so many ints that returns them as int64 words of the machine."""
-    # Sent as they are, and hashed once as a key: half the time of an array. Beyond 64 bits: ``struct.error``.
-    return struct.Struct(f"{count}q").pack
+def words_of(numbers: Sequence[int]) -> bytes:
+    """Ints as int64 words of the machine, which are sent as they are; ``struct.error`` beyond 64 bits."""
+    return struct.pack(f"{len(numbers)}q", *numbers)  # half the time of an array, and hashed once as a key
 
 
 def numbers_of(words: bytes) -> np.ndarray:

@@ -21,7 +21,7 @@ import torch
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.arithmetic import LOG2_E, log2_of_number
 from compiled_sampler.edits.names import EDITS, LEAVES, MASK
-from compiled_sampler.engine.boundary.arguments import FEW, numbers_of, packer
+from compiled_sampler.engine.boundary.arguments import FEW, numbers_of, words_of
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.uploads import LEAST_ENTRIES, StagedTable
 from compiled_sampler.modes import Mode, uncovered
@@ -56,9 +56,9 @@ def processed_scale(params: SamplingParams) -> float:
 
 
 def words_of_slots(slots: Sequence[int]) -> bytes:
-    """The slots of a batch by ``packer``."""
+    """The slots of a batch as ``words_of``."""
     try:
-        return packer(len(slots))(*slots)
+        return words_of(slots)
     except struct.error:
         raise no_request(*max(enumerate(slots), key=lambda pair: abs(pair[1]))) from None
 

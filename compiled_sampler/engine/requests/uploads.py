@@ -34,7 +34,6 @@ class StagedTable:
         # ``steps_are_replays``: the last step that was chosen is one; a replay uploads what changed itself
         self.mirror, self.steps_are_replays = mirror, False
         self._columns: list[Any] = []
-        self._rests: list[object] = [None] * num_slots  # what each slot has behind its needs, once it was written
         columns, first = [], mirror.take(0)
         self._words = first, first + self.num_words(num_slots)
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
@@ -60,12 +59,8 @@ class StagedTable:
         seeds, all_needs, *columns = self._columns
         self.mirror.note(*self._words)  # also where what follows is interrupted
         seeds[slot], all_needs[slot] = seed, needs
-        # the very tuple that the slot has is not written again
-        if self._rests[slot] is not rest:
-            self._rests[slot] = None  # until all of it is written
-            for column, value in zip(columns, rest, strict=True):
-                column[slot] = value
-            self._rests[slot] = rest
+        for column, value in zip(columns, rest, strict=True):
+            column[slot] = value
 
 
 def room(*sizes: int) -> int:
