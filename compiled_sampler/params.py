@@ -9,9 +9,8 @@ from operator import attrgetter, is_
 from typing import Any
 
 from compiled_sampler.edits import EDIT_SPECS, PARAMETERS
-from compiled_sampler.edits.checks import checked_extra_args
-from compiled_sampler.request_formats.generation_config import generation_config_fields
-from compiled_sampler.request_formats.openai_body import openai_fields
+from compiled_sampler.edits.edit_spec import checked_extra_args
+from compiled_sampler.request_formats import generation_config_fields, openai_fields
 from compiled_sampler.scalars import checked_float, checked_int
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e30

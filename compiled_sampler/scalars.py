@@ -13,32 +13,14 @@ def is_int(value: object) -> bool:
 
 
 def checked_int(name: str, value: object, way_out: str = "pass a Python int") -> int:
-    """A value as a Python int.
-
-    Args:
-        name: of the argument.
-        value: from the caller.
-        way_out: the end of the message.
-
-    Raises:
-        TypeError: no integer.
-    """
+    """The value of an argument as a Python int; TypeError for what is none, with a way out."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, got {value!r}; {way_out}")
     return int(value)  # type: ignore[call-overload, no-any-return]
 
 
 def checked_float(name: str, value: object) -> float:
-    """A value as a Python float: exactly what a numpy float of less precision holds.
-
-    Args:
-        name: of the argument.
-        value: from the caller.
-
-    Raises:
-        TypeError: no number.
-        ValueError: an integer beyond the range of a float.
-    """
+    """The value of an argument as a Python float: exactly what a numpy float of less precision holds."""
     if type(value) is float:
         return value  # found without a look at the registry of numbers, which takes a microsecond
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -50,17 +32,7 @@ def checked_float(name: str, value: object) -> float:
 
 
 def check_choice(name: str, value: object, choices: Collection[str], way_out: str) -> None:
-    """Raise unless a value is one of a few names.
-
-    Args:
-        name: of the argument.
-        value: from the caller.
-        choices: the names.
-        way_out: the end of the message, if no name looks like the value.
-
-    Raises:
-        ValueError: another value.
-    """
+    """Raise ValueError unless a value is one of a few names; the way out is told where none of them looks like it."""
     if isinstance(value, str) and value in choices:
         return
     for meant in difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else ():

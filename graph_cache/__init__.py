@@ -32,7 +32,6 @@ Modules, from the entry point down::
     variants    captured callables, CaptureError
     capture     the CUDA backend that captures them
     buffers     inputs, outputs and bound tensors that graphs read and write
-    inputs      the owned buffer of an input
     mirror      numbers of the host: what changed goes to the device in one copy
     copies      copies of several tensors in few launches
     keys        buckets, bindings, keys of variants

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from graph_cache.copies import NewCopies
-from graph_cache.inputs import HostInput, InputBuffer
-from graph_cache.keys import OUT, Binding, OutBinding, VariantKey
-from graph_cache.mirror import HostMirror
+from graph_cache.keys import OUT, Binding, OutBinding
+from graph_cache.mirror import HostMirror, part_of
 from graph_cache.registry import (
     BufferSpec,
     Given,
@@ -25,8 +25,109 @@ from graph_cache.registry import (
     check_tensor,
     first_rows,
     listed,
-    rows_used,
 )
+
+
+class InputBuffer:
+    """An owned input ``[M * times, *T]``, whose first rows hold a batch and whose others hold the fill."""
+
+    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, memory: Tensor | None = None) -> None:
+        capacity *= spec.times
+        self.spec = spec
+        with torch.inference_mode(False):
+            made = torch.empty(capacity, *spec.shape, dtype=spec.dtype, device=device) if memory is None else memory
+            self.tensor = made.fill_(spec.fill)
+        self.is_ragged = spec.is_ragged
+        self._layout, self._itemsize = (self.tensor.dtype, self.tensor.stride()), spec.dtype.itemsize
+        self._is_lent = False  # whether the caller may write any row at any time
+        self._num_dirty = 0  # rows from this one on hold the fill
+
+    def lend(self) -> Tensor:
+        """The buffer itself, for a caller who may write it: from now on nothing that it held counts as still there."""
+        self._is_lent, self._num_dirty = True, self.tensor.shape[0]
+        return self.tensor
+
+    def rows(self, rows: int) -> Tensor:
+        """The view of the first ``rows`` rows."""
+        return self.tensor[:rows]
+
+    def stage(
+        self, source: Tensor | None, rows: int, bucket: int, targets: list[Tensor], sources: list[Tensor]
+    ) -> None:
+        """Fill rows ``[rows:bucket]``, and list the copy of ``source`` that writes the rows before them."""
+        # The source is [>= rows, >= tail...]; None stands for the fill in every row, and this buffer itself is not
+        # copied. A row is filled at most once for each time that it was copied to, so fills cost no more than copies.
+        if source is None:
+            rows = 0
+        elif source.data_ptr() == self.tensor.data_ptr() and (source.dtype, source.stride()) == self._layout:
+            if rows < bucket:
+                self.tensor[rows:bucket].fill_(self.spec.fill)
+            return
+        else:
+            if source.data_ptr() == self.tensor.data_ptr():
+                source = source.clone()  # another view of this memory cannot be copied onto it
+            if source.requires_grad:
+                source = source.detach()
+            targets.append(self.tensor[:rows])
+            sources.append(first_rows(source, rows, self.spec.shape))
+        if rows < bucket and rows < self._num_dirty:
+            end = bucket if self._is_lent else self._num_dirty  # behind the bucket a lent one is the caller's
+            self.tensor[rows:end].fill_(self.spec.fill)
+            self._num_dirty = self._num_dirty if self._is_lent else rows
+        elif rows > self._num_dirty:
+            self._num_dirty = rows
+
+    def forget(self) -> None:
+        """Fill every row of a buffer of one number a row, which say what the callable may write besides its results."""
+        if not self.spec.shape:
+            self.tensor.fill_(self.spec.fill)
+            self._num_dirty = self.tensor.shape[0] if self._is_lent else 0
+
+
+class HostInput(InputBuffer):
+    """An owned input of one int64 a row that lies in a mirror: a batch may bring it as bytes of the host."""
+
+    def __init__(self, spec: BufferSpec, capacity: int, device: torch.device, mirror: HostMirror) -> None:
+        self._mirror, self._start, end = mirror, mirror.take(2 * capacity), 2 * capacity
+        super().__init__(spec, capacity, device, part_of(mirror.there, torch.int64, self._start, (capacity,), (1,)))
+        self._here = mirror.here[self._start : self._start + end].data.cast("B")
+        self._fills = np.full(capacity, int(spec.fill), np.int64).tobytes()
+        self._here[:] = self._fills  # an upload of other words may bring these too
+        self._held: bytes | None = None  # what the first rows hold; None for what did not come from the host
+        self._filled = 0  # rows behind them hold the fill up to this one
+
+    def hold(self, numbers: bytes, rows: int, bucket: int) -> None:
+        """Write the first rows of numbers on the host, and the fill up to ``bucket``, unless they are there."""
+        size, end = rows * self._itemsize, bucket * self._itemsize
+        if len(numbers) != size:
+            numbers = numbers[:size]
+        if numbers == self._held and bucket <= self._filled:
+            return
+        self._held, self._num_dirty = None, max(self._num_dirty, rows)  # an interrupt may come before all is written
+        self._mirror.note(self._start, self._start + 2 * bucket)
+        self._here[:size] = numbers
+        if size < end:
+            self._here[size:end] = self._fills[size:end]
+        self._held, self._filled = numbers, bucket
+        if self._num_dirty <= bucket:
+            self._num_dirty = rows
+
+    def stage(
+        self, source: Tensor | None, rows: int, bucket: int, targets: list[Tensor], sources: list[Tensor]
+    ) -> None:
+        """As for any other input; what the host wrote before must not come back with an upload of other words."""
+        if self._held is not None:
+            self._here[:], self._held = self._fills, None
+        super().stage(source, rows, bucket, targets, sources)
+
+    def forget(self) -> None:
+        """Fill every row, on the host too: the next upload may bring them."""
+        self._here[:], self._held = self._fills, None
+        super().forget()
+
+    def lend(self) -> Tensor:
+        """Refuse it: an upload may write any row."""
+        raise ValueError("an input of the host must not be lent, as uploads write it; pass a tensor to the run")
 
 
 class OutputBuffers:
@@ -87,12 +188,6 @@ class StaticTensors:
         self.bound_outs: dict[str, Results] = {}  # by callable, with the identities below
         self.outs: dict[str, OutBinding] = {}
 
-    def check_mirror(self, inputs: Mapping[str, BufferSpec]) -> None:
-        """Raise ValueError if one of the inputs is of the host and there is no mirror."""
-        of_host = [name for name, spec in inputs.items() if spec.on_host]
-        if of_host and self.mirror is None:
-            raise ValueError(f"input {of_host[0]!r} on the host must have a mirror; GraphCache(mirror=HostMirror(...))")
-
     def bind(self, input_name: str, tensor: Tensor) -> None:
         """Bind ``tensor`` (``[rows, >= tail...]``, any strides) to an input; a reference to it is kept."""
         check_tensor(input_name, tensor, self._registry.spec(input_name), self._device)
@@ -123,43 +218,11 @@ class StaticTensors:
             self._inputs[input_name] = InputBuffer(*layout) if mirror is None else HostInput(*layout, mirror)
         return self._inputs[input_name]
 
-    def owned_by(self, registration: Registration, key: VariantKey) -> dict[str, InputBuffer]:
-        """The owned buffers that a variant reads: one for every input that its key does not bind."""
-        bound = {binding.input_name for binding in key.binding or ()}
-        return {name: self.owned(name) for name in registration.inputs if name not in bound}
-
-    def read_by(
-        self, registration: Registration, key: VariantKey, owned: Mapping[str, InputBuffer]
-    ) -> dict[str, Tensor]:
-        """The inputs of a variant, ``[P * times, *T]`` each: rows of owned buffers or of bound tensors."""
-        inputs = {}
-        for name, spec in registration.inputs.items():
-            if name in owned:
-                inputs[name] = owned[name].rows(key.rows * spec.times)
-            else:
-                there = self.bound[name]
-                inputs[name] = first_rows(there, rows_used(there, spec, key.rows), spec.shape)
-        return inputs
-
-    def on_padding(self, registration: Registration, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inputs of a variant, with the fill where a caller's tensor says which rows are live."""
-        of_caller = [name for name in tensors if registration.inputs[name].on_host and name in self.bound]
-        return {
-            **tensors,
-            **{name: torch.full_like(tensors[name], registration.inputs[name].fill) for name in of_caller},
-        }
-
     def bind_out(self, name: str, out: Results) -> None:
         """Bind tensors ``[rows, *tail]`` for the results of a callable; a reference to them is kept."""
         self._registry.named(name)
         self.bound_outs[name] = out
         self.outs[name] = tuple(None if field is None else Binding.of(OUT, field) for field in out)
-
-    def written_by(self, key: VariantKey) -> tuple[Tensor | None, ...] | None:
-        """The caller's tensors that a variant writes, ``[P, *T]`` each; None if it writes owned outputs."""
-        if key.out is None:
-            return None
-        return tuple(field if field is None else field.detach()[: key.rows] for field in self.bound_outs[key.name])
 
     def outputs_of(self, registration: Registration, results: Results, rows: int) -> OutputBuffers:
         """The output buffers of a callable, made for the first ``results`` of a layout (``[rows, *T]`` a field)."""

@@ -16,7 +16,7 @@ from graph_cache.keys import BucketLadder, OutBinding, VariantKey, keys_of, out_
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Inputs, Registry, Results, check_out, checked_rows
 from graph_cache.routes import Batch, CacheStatistics, Route, Routes, copied_bytes
-from graph_cache.variants import Progress, Variants
+from graph_cache.variants import Progress, Variant, capture_variant
 
 Out = TypeVar("Out", bound=tuple[Tensor, ...])
 
@@ -54,10 +54,10 @@ class GraphCache:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self.ladder = BucketLadder.of(buckets)
-        backend = CudaBackend(device) if backend is None and device.type == "cuda" else backend
+        self._backend = CudaBackend(device) if backend is None and device.type == "cuda" else backend
         self._registry = Registry()
         self._statics = StaticTensors(self._registry, self.ladder.largest, device, mirror)
-        self._variants = Variants(self._registry, self._statics, backend)
+        self._variants: dict[VariantKey, Variant] = {}  # in order of capture
         self.bound_inputs: Mapping[str, Tensor] = self._statics.bound
         self.bound_outs: Mapping[str, Results] = self._statics.bound_outs
         self._routes = Routes(self._registry, self.ladder, self._variants, device, mirror)
@@ -79,7 +79,9 @@ class GraphCache:
             ValueError: a name taken, no input, one with another layout than before or on the host of a cache without a
                 mirror; an unknown covered name.
         """
-        self._statics.check_mirror(inputs)
+        of_host = [key for key, spec in inputs.items() if spec.on_host]
+        if of_host and self._statics.mirror is None:
+            raise ValueError(f"input {of_host[0]!r} on the host must have a mirror; GraphCache(mirror=HostMirror(...))")
         self._registry.add(name, fn, inputs, covers, most_copied)
 
     def bind(self, input_name: str, tensor: Tensor) -> None:
@@ -155,7 +157,7 @@ class GraphCache:
             ValueError: an unknown name or bucket.
         """
         chosen, sizes = self._registry.chosen(names), self.ladder.chosen(buckets)
-        if self._variants.backend is None:
+        if self._backend is None:
             return
         if self._is_capturing():
             raise RuntimeError("warmup must not run inside a capture; call it before the outer capture begins")
@@ -166,8 +168,7 @@ class GraphCache:
             for each in chosen
             for key in keys_of(each.name, each.inputs, bindings, outs.get(each.name), size)
         ]
-        missing = [key for key in dict.fromkeys(planned) if key not in self._variants]
-        self._variants.capture(missing, progress, self._captured)
+        self._capture([key for key in dict.fromkeys(planned) if key not in self._variants], progress)
 
     def capture_for(
         self, name: str, tensors: Mapping[str, Given], *, rows: int | None = None, out: Results | None = None
@@ -179,14 +180,24 @@ class GraphCache:
         """
         registration = self._registry.named(name)
         bucket = self.ladder.bucket_for(checked_rows(registration.inputs, tensors, rows, self.device))
-        if not bucket or self._variants.backend is None or self._is_capturing():
+        if not bucket or self._backend is None or self._is_capturing():
             return False
         bound, bound_out = self._in_place(name, tensors, out)
         matched = {each: self._statics.bindings[each] for each in bound}
         key = keys_of(name, registration.inputs, matched, bound_out, bucket)[0]
         if key not in self._variants:
-            self._variants.capture([key], None, self._captured)
+            self._capture([key])
         return True
+
+    def _capture(self, keys: Sequence[VariantKey], progress: Progress | None = None) -> None:
+        """Capture variants; where one fails, those before it stay."""
+        assert self._backend is not None
+        for done, key in enumerate(keys, start=1):
+            self._variants[key] = capture_variant(key, self._registry.named(key.name), self._statics, self._backend)
+            self._routes.counters.captures += 1
+            self._routes.forget()
+            if progress is not None:
+                progress(done, len(keys), str(key))
 
     def forget_routes(self) -> None:
         """Have every route chosen anew: ``generation`` changes."""
@@ -244,7 +255,8 @@ class GraphCache:
         rows = checked_rows(registration.inputs, tensors, rows, self.device)
         bound, bound_out = self._in_place(name, tensors, out)
         is_copied = copied_bytes(registration, tensors, rows, bound) > registration.most_copied
-        batch = Batch(name, rows, bound, bound_out is not None, self._is_capturing(), is_exact, is_copied)
+        is_direct = self._backend is None or self._is_capturing()
+        batch = Batch(name, rows, bound, bound_out is not None, is_direct, is_exact, is_copied)
         route = self._routes.of(batch, self._statics.bindings, self._statics.outs)
         if out is not None and route.key is not None:
             check_out(out, self._variants[route.key].outputs.rows(rows))
@@ -278,7 +290,11 @@ class GraphCache:
         if unbound:
             outs = {None, *self._statics.outs.values()}
             leaving = [key for key in leaving if not bound.issuperset(key.binding or ()) or key.out not in outs]
-        self._variants.drop(leaving, self._routes.forget)
+        self._routes.forget()
+        for key in leaving:
+            del self._variants[key]
+        if self._backend is not None and not self._variants:
+            self._backend.reset()  # the memory of all captures goes with the last one
         self._routes.counters.evictions += len(leaving)
         return len(leaving)
 
@@ -288,19 +304,23 @@ class GraphCache:
 
     def statistics(self) -> CacheStatistics:
         """The counts since the last reset, and the variants and bytes held now."""
-        pool_bytes = 0 if self._variants.backend is None else self._variants.backend.pool_bytes()
-        return self._routes.counted().snapshot(
-            variants=len(self._variants), pool_bytes=pool_bytes, buffer_bytes=self._statics.nbytes()
+        counts, backend = self._routes.counted(), self._backend
+        return CacheStatistics(
+            variants=len(self._variants),
+            captures=counts.captures,
+            replays=counts.replays,
+            direct_runs=counts.direct_runs,
+            evictions=counts.evictions,
+            fallbacks=dict(counts.fallbacks),
+            coverage=dict(counts.coverage),
+            pool_bytes=0 if backend is None else backend.pool_bytes(),
+            buffer_bytes=self._statics.nbytes(),
         )
 
     def reset_statistics(self) -> None:
         """Set every count to zero; variants and buffers stay."""
         self._routes.reset_counters()
 
-    def _captured(self) -> None:
-        self._routes.counters.captures += 1
-        self._routes.forget()
-
     def _is_capturing(self) -> bool:
         """Whether the current stream is being captured by somebody else."""
-        return self._variants.backend is not None and self._variants.backend.capturing()
+        return self._backend is not None and self._backend.capturing()

@@ -14,8 +14,7 @@ from torch import Tensor
 from graph_cache.registry import BufferSpec, Given, Results
 
 _FEW = 64  # numbers of a row that are copied in a launch with others
-OUT = "out"
-"""Stands for results among names of inputs."""
+OUT = "out"  # stands for results among names of inputs
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class Binding:
         return tensor.dtype is self.dtype and tensor.stride() == self.strides
 
 
-OutBinding = tuple[Binding | None, ...]
-"""The caller's tensors for the fields of results; None for a field that is None."""
+OutBinding = tuple[Binding | None, ...]  # the caller's tensors for the fields of results; None for a field that is None
 
 
 def out_matches(bound: OutBinding, out: Results | None) -> bool:
@@ -132,22 +130,14 @@ class VariantKey:
         return f"{label} bound to {', '.join(names)}" if names else label
 
 
-def usable_bindings(
-    inputs: Mapping[str, BufferSpec], bindings: Mapping[str, Binding], bucket: int
-) -> tuple[Binding, ...] | None:
-    """The bindings of ``inputs`` that have enough rows for ``bucket``, in the order of ``inputs``; None for none."""
-    bound = ((name, spec) for name, spec in inputs.items() if name in bindings)
-    names = [name for name, spec in bound if bindings[name].shape[0] >= bucket * spec.times]
-    return tuple(bindings[name] for name in names) or None
-
-
 def keys_of(
     name: str, inputs: Mapping[str, BufferSpec], bindings: Mapping[str, Binding], out: OutBinding | None, bucket: int
 ) -> list[VariantKey]:
     """The keys under which tensors with such bindings are served at a bucket, those with the fewest copies first."""
     # A variant works in place on all that is bound. One without out serves batches that want new results, and where a
     # batch brings few numbers a row elsewhere, they are copied, and one that is bound to the long rows alone serves it.
-    usable = usable_bindings(inputs, bindings, bucket)
+    bound = [(bindings[key], spec) for key, spec in inputs.items() if key in bindings]
+    usable = tuple(binding for binding, spec in bound if binding.shape[0] >= bucket * spec.times) or None
     if out is not None and any(place is not None and place.shape[0] < bucket for place in out):
         out = None
     long = tuple(each for each in usable or () if math.prod(inputs[each.input_name].shape) > _FEW) or None

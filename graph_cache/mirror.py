@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_MOST_BYTES, _MOST_SENT, _MOST_PARTS = 1 << 21, 32, 4096
+_MOST_BYTES, _MOST_SENT = 1 << 21, 32
 _ALIGNED = 16  # words; where parts begin, since compiled callables copy what is not aligned
 _WORD = torch.int32
 
@@ -25,8 +25,8 @@ class PinnedRing:
         self._half = max(1, min(_MOST_SENT, _MOST_BYTES // max(4 * size, 1)) // 2)  # entries of each half
         self._entry = 0
         self._events: list[Any] = [None, None]  # recorded when all entries of a half were sent; untyped in torch
-        self._memory: Tensor | None = None
-        self._parts: dict[tuple[int, int], tuple[memoryview, Tensor]] = {}
+        self._memory: Any = None  # pinned, a row for each entry; and the same as bytes
+        self._bytes = memoryview(b"")
 
     def send(self, words: bytes | memoryview, target: Tensor) -> None:
         """Copy the bytes of words into ``target``, int32 of one dimension, on the current stream, without a wait."""
@@ -38,10 +38,9 @@ class PinnedRing:
         if not entry % self._half:
             self._turn()
         self._entry = (entry + 1) % (2 * self._half)
-        part = self._parts.get((entry, size))
-        pinned, there = self._new_part(entry, size) if part is None else part
-        pinned[:] = words
-        target.copy_(there, non_blocking=True)
+        start = entry * self._size * _WORD.itemsize
+        self._bytes[start : start + size] = words
+        target.copy_(self._memory[entry, : size // _WORD.itemsize], non_blocking=True)
 
     def _turn(self) -> None:
         """Go on to the other half, in new memory if the device has not yet read what that half held."""
@@ -53,18 +52,9 @@ class PinnedRing:
         is_behind = self._events[half] is not None and not self._events[half].query()
         if self._memory is None or is_behind:
             self._memory = torch.empty(2 * self._half, self._size, dtype=_WORD, device="cpu", pin_memory=True)
-            self._parts.clear()
+            self._bytes = self._memory.numpy().data.cast("B")
             self._events = [None, None]
         self._events[half] = None
-
-    def _new_part(self, entry: int, size: int) -> tuple[memoryview, Tensor]:
-        """The first bytes of an entry, to be written, and the tensor of the same memory; kept for later sends."""
-        assert self._memory is not None
-        if len(self._parts) >= _MOST_PARTS:
-            self._parts.clear()
-        tensor = self._memory[entry, : size // _WORD.itemsize]
-        part = self._parts[entry, size] = tensor.numpy().data.cast("B"), tensor
-        return part
 
 
 def part_of(words: Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
@@ -97,7 +87,6 @@ class HostMirror:
         self._ring = PinnedRing(num_words, device)
         self._num_taken = 0
         self._first, self._end = num_words, 0  # of the words that the device lacks
-        self._targets: dict[tuple[int, int], Tensor] = {}
 
     @staticmethod
     def aligned(num_words: int) -> int:
@@ -139,12 +128,6 @@ class HostMirror:
             return
         if not is_replayed and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("words of a mirror must not be pending inside a capture, which would freeze them")
-        target = self._targets.get((first, end))
-        if target is None:
-            if len(self._targets) >= _MOST_PARTS:
-                self._targets.clear()
-            with torch.inference_mode(False):
-                target = self._targets[first, end] = self.there[first:end]
         size = _WORD.itemsize
-        self._ring.send(self._bytes[first * size : end * size], target)
+        self._ring.send(self._bytes[first * size : end * size], self.there[first:end])
         self._first, self._end = len(self.here), 0  # only now: where it fails, a later upload tries again

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Results = tuple[Tensor | None, ...]
-"""A NamedTuple of tensors; a field that is None is left out."""
+Results = tuple[Tensor | None, ...]  # a NamedTuple of tensors; a field that is None is left out
 Given = Tensor | bytes
 """An input of a run: a tensor, or of an input ``on_host`` R int64 numbers as the machine has them."""
 
@@ -60,8 +59,7 @@ class BufferSpec:
         return self.ragged or self.times > 1
 
 
-Inputs = Mapping[str, BufferSpec]
-"""The layout of each input of a callable, by its name."""
+Inputs = Mapping[str, BufferSpec]  # the layout of each input of a callable, by its name
 
 
 def tensor_of(numbers: bytes, dtype: torch.dtype) -> Tensor:
@@ -90,18 +88,6 @@ class Registration:
     inputs: dict[str, BufferSpec]
     covers: tuple[str, ...]  # callables whose results this one gives too, bit for bit
     most_copied: float = math.inf  # bytes; where a replay would copy more, a direct call takes less time
-
-    def call(self, given: Mapping[str, Given], rows: int, device: torch.device) -> Results:
-        """The callable's results, checked, for views ``[rows, *T]`` of what is given (``[>= rows, >= tail...]``)."""
-        specs = self.inputs
-        tensors = {
-            n: each if isinstance(each, Tensor) else tensor_of(each, specs[n].dtype).to(device)
-            for n, each in given.items()
-        }
-        used = {name: rows_used(tensors[name], spec, rows) for name, spec in self.inputs.items()}
-        results = self.fn(**{n: first_rows(tensors[n], used[n], spec.shape) for n, spec in self.inputs.items()})
-        check_results(results, rows, device)
-        return results
 
 
 class Registry:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -15,8 +15,18 @@ from torch import Tensor
 from graph_cache.copies import copy_tensors
 from graph_cache.keys import Binding, BucketLadder, OutBinding, VariantKey, keys_of
 from graph_cache.mirror import HostMirror
-from graph_cache.registry import Given, Registration, Registry, Results, check_out
-from graph_cache.variants import Variants
+from graph_cache.registry import (
+    Given,
+    Registration,
+    Registry,
+    Results,
+    check_out,
+    check_results,
+    first_rows,
+    rows_used,
+    tensor_of,
+)
+from graph_cache.variants import Variant
 
 Run = Callable[[Mapping[str, Given], int, Results | None], Results]
 """``run(tensors, R, out)``: the results of a batch, in ``out`` unless that is None."""
@@ -71,16 +81,16 @@ class CacheStatistics:
     buffer_bytes: int
 
 
+@dataclass(slots=True)
 class Counters:
     """Counts since the last reset; routes count their runs, and the counts are collected here."""
 
-    def __init__(self) -> None:
-        self.captures = 0
-        self.evictions = 0
-        self._replays = 0
-        self._direct_runs = 0
-        self._fallbacks: Counter[str] = Counter()
-        self._coverage: Counter[str] = Counter()
+    captures: int = 0
+    evictions: int = 0
+    replays: int = 0
+    direct_runs: int = 0
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    coverage: Counter[str] = field(default_factory=Counter)
 
     def collect(self, routes: Iterable[Route]) -> None:
         """Add the counts of ``routes``, and set those to zero."""
@@ -89,45 +99,24 @@ class Counters:
             if not count:
                 continue
             if route.key is None:
-                self._direct_runs += count
+                self.direct_runs += count
             else:
-                self._replays += count
-            self._coverage[f"{route.label} -> {route.server}"] += count
+                self.replays += count
+            self.coverage[f"{route.label} -> {route.server}"] += count
             if route.reason is not None:
-                self._fallbacks[f"{route.label}: {route.reason}"] += count
-
-    def snapshot(self, *, variants: int, pool_bytes: int, buffer_bytes: int) -> CacheStatistics:
-        """The counts as a record, with the given numbers of variants and bytes."""
-        return CacheStatistics(
-            variants=variants,
-            captures=self.captures,
-            replays=self._replays,
-            direct_runs=self._direct_runs,
-            evictions=self.evictions,
-            fallbacks=dict(self._fallbacks),
-            coverage=dict(self._coverage),
-            pool_bytes=pool_bytes,
-            buffer_bytes=buffer_bytes,
-        )
+                self.fallbacks[f"{route.label}: {route.reason}"] += count
 
 
 class Batch(NamedTuple):
     """What decides how a batch is served."""
 
-    name: str
-    """The registered callable."""
-    rows: int
-    """R."""
-    bound: tuple[str, ...]
-    """The inputs that it brings where they are bound."""
-    has_bound_out: bool
-    """Whether its ``out`` is what is bound."""
-    is_captured: bool
-    """Whether the current stream is being captured by somebody else."""
-    is_exact: bool
-    """Whether no callable that covers another may serve it."""
-    is_copied: bool
-    """Whether its tensors are so large that a direct call takes less time than copies of them."""
+    name: str  # the registered callable
+    rows: int  # R
+    bound: tuple[str, ...]  # the inputs that it brings where they are bound
+    has_bound_out: bool  # whether its ``out`` is what is bound
+    is_direct: bool  # whether no variant may serve it: without a backend, or while somebody else captures
+    is_exact: bool  # whether no callable that covers another may serve it
+    is_copied: bool  # whether its tensors are so large that a direct call takes less time than copies of them
 
 
 _MOST_ROUTES = 4096  # kept at once: callables times numbers of rows
@@ -140,7 +129,7 @@ class Routes:
         self,
         registry: Registry,
         ladder: BucketLadder,
-        variants: Variants,
+        variants: Mapping[VariantKey, Variant],
         device: torch.device,
         mirror: HostMirror | None,
     ) -> None:
@@ -179,7 +168,7 @@ class Routes:
     def _new(self, batch: Batch, bindings: Mapping[str, Binding], outs: Mapping[str, OutBinding]) -> Route:
         name, rows, key, reason = batch.name, batch.rows, None, None
         registration = self._registry.named(name)
-        if rows > 0 and not batch.is_captured and self._variants.backend is not None:
+        if rows > 0 and not batch.is_direct:
             covering = () if batch.is_exact else self._registry.covering(name)
             matched = {each: bindings[each] for each in batch.bound}
             outs = {each: out for each, out in outs.items() if batch.has_bound_out and out == outs[name]}
@@ -261,7 +250,13 @@ def _call(
     """The results of a direct call. No method: a route that holds this function must not keep the cache alive."""
     if mirror is not None:
         mirror.upload()
-    results = registration.call(tensors, rows, device)
+    inputs = {}
+    for name, spec in registration.inputs.items():
+        given = tensors[name]
+        whole = given if isinstance(given, Tensor) else tensor_of(given, spec.dtype).to(device)
+        inputs[name] = first_rows(whole, rows_used(whole, spec, rows), spec.shape)
+    results = registration.fn(**inputs)
+    check_results(results, rows, device)
     if out is None:
         return results
     check_out(out, results)

@@ -1,20 +1,19 @@
-"""Variants: callables captured on static tensors, and the collection of those that a cache holds."""
+"""Variants: callables captured on static tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from graph_cache.buffers import OutputBuffers, StaticTensors
+from graph_cache.buffers import HostInput, InputBuffer, OutputBuffers, StaticTensors
 from graph_cache.capture import CaptureBackend, Replay
 from graph_cache.copies import copy_tensors
-from graph_cache.inputs import HostInput, InputBuffer
 from graph_cache.keys import VariantKey
 from graph_cache.mirror import HostMirror
-from graph_cache.registry import Given, Registration, Registry, Results, rows_used
+from graph_cache.registry import Given, Registration, Results, first_rows, rows_used
 
 Progress = Callable[[int, int, str], object]
 
@@ -83,18 +82,28 @@ def capture_variant(
     """The variant of a key: the callable is warmed up, then captured with the copy of its results to the outputs."""
     # Owned inputs of one number a row hold their fill: a callable that keeps a state of its own must not find the last
     # batch. So what is bound says nothing of live rows before a replay, and results are written by replays alone.
-    owned = statics.owned_by(registration, key)
-    of_host = tuple((name, each) for name, each in owned.items() if isinstance(each, HostInput))
+    inputs, in_place = registration.inputs, {binding.input_name for binding in key.binding or ()}
+    owned = {name: statics.owned(name) for name in inputs if name not in in_place}
+    of_host = tuple((name, buffer) for name, buffer in owned.items() if isinstance(buffer, HostInput))
     try:
         if statics.mirror is not None:
             statics.mirror.upload()
         for buffer in owned.values():
             buffer.forget()
-        tensors, into = statics.read_by(registration, key, owned), statics.written_by(key)
-        warm = statics.on_padding(registration, tensors)
-        results = backend.warm_up(lambda: registration.fn(**warm))
+        tensors = dict[str, Tensor]()
+        for name, spec in inputs.items():
+            if name in owned:
+                tensors[name] = owned[name].rows(key.rows * spec.times)
+            else:
+                bound = statics.bound[name]
+                tensors[name] = first_rows(bound, rows_used(bound, spec, key.rows), spec.shape)
+        live = {name: torch.full_like(tensors[name], inputs[name].fill) for name in in_place if inputs[name].on_host}
+        results = backend.warm_up(lambda: registration.fn(**{**tensors, **live}))
         outputs = statics.outputs_of(registration, results, key.rows)
-        targets = outputs.rows(key.rows) if into is None else into
+        targets = outputs.rows(key.rows)
+        if key.out is not None:
+            bound_out = statics.bound_outs[key.name]
+            targets = tuple(field if field is None else field.detach()[: key.rows] for field in bound_out)
 
         def work() -> None:
             returned = registration.fn(**tensors)
@@ -105,38 +114,3 @@ def capture_variant(
     except Exception as cause:
         raise CaptureError(key.name, key.rows, cause) from cause
     return Variant(key, replay, of_host, tuple(owned.items()), outputs, statics.mirror)
-
-
-class Variants(Mapping[VariantKey, Variant]):
-    """The variants held, by key in order of capture."""
-
-    def __init__(self, registry: Registry, statics: StaticTensors, backend: CaptureBackend | None) -> None:
-        self._registry, self._statics, self.backend = registry, statics, backend
-        self._held: dict[VariantKey, Variant] = {}
-
-    def __getitem__(self, key: VariantKey) -> Variant:
-        return self._held[key]
-
-    def __iter__(self) -> Iterator[VariantKey]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def capture(self, keys: Sequence[VariantKey], progress: Progress | None, changed: Callable[[], object]) -> None:
-        """Capture variants; after each, ``changed()`` and then ``progress(done, total, label)`` are called."""
-        # Where one fails, those captured before it stay.
-        for done, key in enumerate(keys, start=1):
-            assert self.backend is not None
-            self._held[key] = capture_variant(key, self._registry.named(key.name), self._statics, self.backend)
-            changed()
-            if progress is not None:
-                progress(done, len(keys), str(key))
-
-    def drop(self, keys: Collection[VariantKey], changed: Callable[[], object]) -> None:
-        """Remove variants; ``changed`` is called before. The memory of all captures is released with the last one."""
-        changed()
-        for key in keys:
-            del self._held[key]
-        if self.backend is not None and not self._held:
-            self.backend.reset()

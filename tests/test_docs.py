@@ -8,9 +8,13 @@ import re
 import string
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import compiled_sampler
+import graph_cache
+from compiled_sampler import conformance, functional
 from tools.readme import ROOT, pages
 
 FOLDERS = ("compiled_sampler", "graph_cache", "tests", "tools", "docs", "examples")
@@ -85,6 +89,12 @@ def test_a_rule_finds_what_is_wrong(rule: Rule) -> None:
 def test_every_page_is_linked_from_the_readme() -> None:
     linked = {ROOT / link.partition("#")[0] for link in _LINK.findall((ROOT / "README.md").read_text())}
     assert set(pages(ROOT)[1:]) <= linked
+
+
+@pytest.mark.parametrize("package", [compiled_sampler, functional, conformance, graph_cache], ids=lambda p: p.__name__)
+def test_every_public_name_is_on_a_page(package: ModuleType) -> None:
+    words = {word for page in pages(ROOT) for word in re.findall(r"\w+", page.read_text())}
+    assert [name for name in package.__all__ if name not in words] == []
 
 
 def examples(page: Path) -> list[str]:

@@ -29,7 +29,6 @@ Rule = Callable[[Sources], list[str]]
 # not exist yet stand here, so that their first file finds its rule.
 DATA = (
     "scalars",
-    "edits.checks",
     "request_formats",
     "params",
     "modes",
@@ -40,7 +39,7 @@ DATA = (
     "batch",
 )
 CORE = (*DATA, "core", "core.order", "core.arithmetic", "core.mass")
-EDIT_STAGES = ("edits.masks", "edits.custom", "edits.stops", "edits.recording")
+EDIT_STAGES = ("edits.masks", "edits.custom", "edits.recording")
 """What stands above the steps' inputs and outputs; a file that declares an edit stands below ``SamplingParams``."""
 EDITS = ("edits", *EDIT_STAGES)
 PASSES = (*CORE, "passes")
@@ -50,13 +49,12 @@ LOWERING = (*PIPELINE, "lowering")
 PUBLIC = (*LOWERING, "engine", "public")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "scalars": (),
-    "edits.checks": ("scalars",),
     "core.arithmetic": (),
     "core.mass": ("core.arithmetic",),
     "core.order": (),
-    "edits": ("scalars", "edits.checks", "core.order", "core.arithmetic", "core.mass"),
+    "edits": ("scalars", "core.order", "core.arithmetic", "core.mass"),
     "request_formats": ("edits",),
-    "params": ("scalars", "edits.checks", "edits", "request_formats"),
+    "params": ("scalars", "edits", "request_formats"),
     "modes": ("scalars", "params"),
     "logit_edit": (),
     "edits.names": ("edits",),

@@ -52,14 +52,12 @@ def machine_name(device: torch.device) -> str:
 
 def store(path: Path, text: str) -> None:
     """Write a file that appears whole: whoever reads it finds the text of before or this one."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, prefix=path.name, delete=False) as new:
-        new.write(text)
-    os.chmod(new.name, 0o644)  # temporary files are their owner's alone
+    new = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        Path(new.name).replace(path)
-    except OSError:
-        Path(new.name).unlink()
-        raise
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def check_place(path: Path) -> None:

@@ -60,8 +60,7 @@ def square_root(x: Tensor) -> Tensor:
     return torch.where(x > 0.0, x * y, 0.0)
 
 
-LOG2_E = math.log2(math.e)
-"""``log2(e)``, rounded to float64; divided by a temperature it is the scale of a row."""
+LOG2_E = math.log2(math.e)  # ``log2(e)``, rounded to float64; divided by a temperature it is the scale of a row
 
 Number = TypeVar("Number", float, Tensor)
 
@@ -129,8 +128,7 @@ def _float(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
 
 
-LN2 = 0.6931471805599453
-"""``ln(2)`` as a float64."""
+LN2 = 0.6931471805599453  # ``ln(2)`` as a float64
 
 _ATANH = tuple(2.0 * LOG2_E / (2 * term + 1) for term in range(10))
 

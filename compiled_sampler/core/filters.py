@@ -13,8 +13,7 @@ from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, packed_key
 from compiled_sampler.core.rows import RowParams
 
-KEEP_ALL = -(2**63)
-"""A threshold that every packed key reaches, so that every token is kept: the smallest int64."""
+KEEP_ALL = -(2**63)  # a threshold that every packed key reaches, so that every token is kept: the smallest int64
 
 _NO_CUT = 2**63 - 1
 _DROPPED = 2**63 - 1  # in place of a packed key, which is smaller

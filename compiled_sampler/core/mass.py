@@ -17,8 +17,7 @@ from torch import Tensor
 
 from compiled_sampler.core.arithmetic import MAGIC, MAGIC_BITS, polynomial
 
-MASS_BITS = 40
-"""Fractional bits of a weight; the weight of the likeliest token is ``2**40``."""
+MASS_BITS = 40  # fractional bits of a weight; the weight of the likeliest token is ``2**40``
 
 FLOAT_MAX = 3.4028234663852886e38
 

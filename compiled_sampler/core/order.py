@@ -16,11 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-MASKED_KEY = -(2**31)
-"""Key of a token that cannot be drawn; it is below the key of every float."""
+MASKED_KEY = -(2**31)  # key of a token that cannot be drawn; it is below the key of every float
 
-MASKED_BITS = -1
-"""Score bits of a token that cannot be drawn (a NaN as a float); no other score has these bits."""
+MASKED_BITS = -1  # score bits of a token that cannot be drawn (a NaN as a float); no other score has these bits
 
 POSITIVE_INFINITY_KEY = 0x7F800000
 """Key of ``+inf``; keys above it belong to the race among the ``+inf`` tokens (``score.raced_bits``)."""
@@ -38,10 +36,8 @@ class Last(NamedTuple):
     Logits compare in a third of a key's instructions, keys also where float operations may take denormals for zeros.
     """
 
-    value: Tensor
-    """float32 logits or int32 order keys."""
-    token_id: Tensor
-    """int32, the same shape."""
+    value: Tensor  # float32 logits or int32 order keys
+    token_id: Tensor  # int32, the same shape
 
 
 def row_logits(logits: Tensor, vocab_size: int) -> Tensor:

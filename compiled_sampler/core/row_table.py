@@ -21,18 +21,12 @@ _OUT_OF_RANGE, _UNCOVERED = -1, -2  # slots of rows that are padding to the pipe
 class RowInputs(NamedTuple):
     """The parameters of each row, as a caller names them."""
 
-    temperature: Tensor
-    """float64 ``[R]``, 0 or in [1e-5, 1e30]."""
-    top_k: Tensor
-    """int64 ``[R]``, >= 0; 0 keeps every token."""
-    top_p: Tensor
-    """float64 ``[R]``, in (0, 1]."""
-    min_p: Tensor
-    """float64 ``[R]``, in [0, 1]."""
-    seeds: Tensor
-    """int64 ``[R]``, any."""
-    positions: Tensor
-    """int64 ``[R]``, >= 0."""
+    temperature: Tensor  # float64 ``[R]``, 0 or in [1e-5, 1e30]
+    top_k: Tensor  # int64 ``[R]``, >= 0; 0 keeps every token
+    top_p: Tensor  # float64 ``[R]``, in (0, 1]
+    min_p: Tensor  # float64 ``[R]``, in [0, 1]
+    seeds: Tensor  # int64 ``[R]``, any
+    positions: Tensor  # int64 ``[R]``, >= 0
 
 
 class RowTable(NamedTuple):

@@ -29,22 +29,14 @@ class RowSlots(NamedTuple):
 class RowParams(NamedTuple):
     """The parameters of each row, gathered from its slot; units as in ``SlotTable``."""
 
-    live: Tensor
-    """bool ``[R]``, false for rows that draw nothing: padding, and requests that the step does not cover."""
-    idle: Tensor
-    """int32 ``[R]``, from ``idle_status``."""
-    keys: NoiseKeys
-    """int32 ``[R]`` each, the noise keys."""
-    scale: Tensor
-    """float32 ``[R]``."""
-    noise_mask: Tensor
-    """int32 ``[R]``."""
-    top_k: Tensor
-    """int64 ``[R]``."""
-    top_p: Tensor
-    """float64 ``[R]``."""
-    min_p_log2: Tensor
-    """float32 ``[R]``."""
+    live: Tensor  # bool ``[R]``, false for rows that draw nothing: padding, and requests that the step does not cover
+    idle: Tensor  # int32 ``[R]``, from ``idle_status``
+    keys: NoiseKeys  # int32 ``[R]`` each, the noise keys
+    scale: Tensor  # float32 ``[R]``
+    noise_mask: Tensor  # int32 ``[R]``
+    top_k: Tensor  # int64 ``[R]``
+    top_p: Tensor  # float64 ``[R]``
+    min_p_log2: Tensor  # float32 ``[R]``
 
 
 def with_scale(row_slots: RowSlots, scale: Tensor) -> RowSlots:

@@ -3,8 +3,8 @@
 The filters of whole rows are declared in ``row_filters``; their stages stand in ``passes`` and are called by
 ``pipeline/row_filters.py``, as they read rows in blocks.
 
-What they share, from the bottom up: ``checks`` of parameters and ``edit_spec``, which their files import; the list of
-declarations here; their ``names``; the ``tables`` that steps read.
+What they share, from the bottom up: ``edit_spec``, which their files import; the list of declarations here; their
+``names``; the ``tables`` that steps read.
 """
 
 from compiled_sampler.edits.allowed_token_ids import ALLOWED_TOKEN_IDS
@@ -42,13 +42,3 @@ LIST_SPECS = (*(spec for spec in EDIT_SPECS if spec.kind == "list" and spec is n
 
 PARAMETERS = {name: parameter for spec in EDIT_SPECS for name, parameter in spec.parameters.items()}
 """The fields of ``SamplingParams`` that belong to one of them."""
-
-
-def parameter_table() -> str:
-    """What each edit that a request can have does, by its parameters, as a table of Markdown."""
-    rows = (
-        f"| {', '.join(f'`{name}`' for name in spec.parameters)} | {spec.effect} |"
-        for spec in EDIT_SPECS
-        if spec.parameters
-    )
-    return "\n".join(("| parameters | effect |", "| --- | --- |", *rows))

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from compiled_sampler.edits.checks import checked_token_ids
-from compiled_sampler.edits.edit_spec import Column, EditSizes, EditSpec, Parameter, Params, SlotRow
+from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, Params, SlotRow, checked_token_ids
 
 
 class AllowedIds(NamedTuple):
@@ -27,9 +26,9 @@ def _checked(name: str, values: object) -> tuple[int, ...] | None:
     return token_ids
 
 
-def _check_fits(params: Params, sizes: EditSizes, vocab_size: int) -> None:
+def _check_vocabulary(params: Params, vocab_size: int) -> None:
     allowed = params.allowed_token_ids
-    if allowed and min(allowed) >= vocab_size:
+    if min(allowed) >= vocab_size:
         rule = f"allowed_token_ids must have a token below vocab_size {vocab_size}"
         raise ValueError(f"{rule}, got {min(allowed)} and above; None allows all")
 
@@ -45,10 +44,9 @@ def _words(params: Params, row: SlotRow) -> np.ndarray:
 ALLOWED_TOKEN_IDS = EditSpec(
     name="allowed_token_ids",
     kind="mask",
-    effect="-inf for every other token",
     parameters={"allowed_token_ids": Parameter(_checked, in_vllm=True)},
     wanted=lambda params: params.allowed_token_ids is not None,
-    check_fits=_check_fits,
+    check_vocabulary=_check_vocabulary,
     table=AllowedIds,
     columns={"words": Column(_words, off=-1, shape=lambda sizes, vocab_size: (-(-vocab_size // 32),))},
 )

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.edits.changes import ListWriter, list_entries
-from compiled_sampler.edits.checks import check_scope, checked_token_id
-from compiled_sampler.edits.edit_spec import (
-    Column,
-    EditSizes,
-    EditSpec,
-    Parameter,
-    Params,
-    SlotRow,
-    check_count,
-    check_ids,
-)
+from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, Params, SlotRow, check_scope, checked_token_id
 from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History
 
 _MASKED = float("-inf")
@@ -29,12 +19,9 @@ _MASKED = float("-inf")
 class BadWords(NamedTuple):
     """Sequences of tokens that must not be completed."""
 
-    counts: Tensor
-    """int32 ``[S]``, words of each request."""
-    token_ids: Tensor
-    """int32 ``[S, W, M]``, each word at the end of its row, behind ``UNWRITTEN``."""
-    prompt_lens: Tensor
-    """int32 ``[S]``, as in ``History``; 0 where words may begin in the prompt."""
+    counts: Tensor  # int32 ``[S]``, words of each request
+    token_ids: Tensor  # int32 ``[S, W, M]``, each word at the end of its row, behind ``UNWRITTEN``
+    prompt_lens: Tensor  # int32 ``[S]``, as in ``History``; 0 where words may begin in the prompt
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
         """Masks of last tokens."""
@@ -80,13 +67,6 @@ def checked_words(name: str, values: object) -> tuple[tuple[int, ...], ...]:
     return tuple(dict.fromkeys(words))
 
 
-def _check_fits(params: Params, sizes: EditSizes, vocab_size: int) -> None:
-    words = params.bad_words_token_ids
-    check_count("bad_words", len(words), sizes)
-    check_count("bad_word_len", max(map(len, words), default=0), sizes)
-    check_ids("bad_words_token_ids", [token for word in words for token in word], vocab_size)
-
-
 def _entries(params: Params, row: SlotRow) -> np.ndarray:
     """The words, int32 ``[W, M]``."""
     made = np.full((row.sizes.bad_words, row.sizes.bad_word_len), UNWRITTEN, np.int32)
@@ -98,13 +78,16 @@ def _entries(params: Params, row: SlotRow) -> np.ndarray:
 BAD_WORDS = EditSpec(
     name="bad_words",
     kind="list",
-    effect="-inf for the last token of a sequence whose others were just drawn",
     parameters={
         "bad_words_token_ids": Parameter(checked_words, in_vllm=True),
         "bad_words_scope": Parameter(check_scope),
     },
     wanted=lambda params: bool(params.bad_words_token_ids),
-    check_fits=_check_fits,
+    entries={
+        "bad_words": lambda params: len(params.bad_words_token_ids),
+        "bad_word_len": lambda params: max(map(len, params.bad_words_token_ids), default=0),
+    },
+    named_ids={"bad_words_token_ids": lambda params: [token for word in params.bad_words_token_ids for token in word]},
     table=BadWords,
     columns={
         "counts": Column(lambda params, row: len(params.bad_words_token_ids)),

@@ -12,22 +12,11 @@ from torch import Tensor
 
 from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits, edited_tokens, entry_ids
-from compiled_sampler.edits.checks import checked_token_id
-from compiled_sampler.edits.edit_spec import (
-    Column,
-    EditSizes,
-    EditSpec,
-    Parameter,
-    Params,
-    check_count,
-    check_ids,
-    normal,
-)
+from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, checked_token_id, normal
 from compiled_sampler.edits.history import History
 from compiled_sampler.scalars import checked_float
 
-NO_TOKEN = 2**31 - 1
-"""What stands behind the last token of an ascending list."""
+NO_TOKEN = 2**31 - 1  # what stands behind the last token of an ascending list
 _MASKED = float("-inf")
 _MOST_BIAS = float(np.finfo(np.float32).max)
 
@@ -35,12 +24,9 @@ _MOST_BIAS = float(np.finfo(np.float32).max)
 class BiasLists(NamedTuple):
     """What is added to logits."""
 
-    counts: Tensor
-    """int32 ``[S]``, entries of each request."""
-    token_ids: Tensor
-    """int32 ``[S, n]``, ascending, each id once, then ``NO_TOKEN``."""
-    biases: Tensor
-    """float32 ``[S, n]``, finite or -inf."""
+    counts: Tensor  # int32 ``[S]``, entries of each request
+    token_ids: Tensor  # int32 ``[S, n]``, ascending, each id once, then ``NO_TOKEN``
+    biases: Tensor  # float32 ``[S, n]``, finite or -inf
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
         """Biases."""
@@ -59,13 +45,10 @@ def biased_tokens(x: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int
     slot, place = slots.clamp(min=0), indices(lists.token_ids.shape[1], slots.device)
     is_entry = place < torch.where(slots >= 0, lists.counts[slot], 0)[:, None]
     ids = entry_ids(lists.token_ids[slot], is_entry, vocab_size)
-    before = x.gather(1, ids)
-    return edited_tokens(ids, before, _biased(before, lists.biases[slot]), is_entry)
-
-
-def _biased(x: Tensor, bias: Tensor) -> Tensor:
-    """Logits with a bias each, float32; one of -inf masks its token, whatever the logit is."""
-    return torch.where(bias == _MASKED, _MASKED, without_denormals(without_denormals(x) + bias))
+    before, bias = x.gather(1, ids), lists.biases[slot]
+    # a bias of -inf masks its token, whatever the logit is
+    after = torch.where(bias == _MASKED, _MASKED, without_denormals(without_denormals(before) + bias))
+    return edited_tokens(ids, before, after, is_entry)
 
 
 def checked_bias(name: str, values: object) -> tuple[tuple[int, float], ...]:
@@ -94,18 +77,13 @@ def _pairs(name: str, values: object) -> list[tuple[object, object]]:
     raise TypeError(f"{name} must map token ids to numbers, got {values!r}; {{id: bias}}")
 
 
-def _check_fits(params: Params, sizes: EditSizes, vocab_size: int) -> None:
-    check_count("biases", len(params.logit_bias), sizes)
-    check_ids("logit_bias", [token for token, _ in params.logit_bias], vocab_size)
-
-
 LOGIT_BIAS = EditSpec(
     name="logit_bias",
     kind="list",
-    effect="`x + bias`; -inf masks the token",
     parameters={"logit_bias": Parameter(checked_bias, in_vllm=True)},
     wanted=lambda params: bool(params.logit_bias),
-    check_fits=_check_fits,
+    entries={"biases": lambda params: len(params.logit_bias)},
+    named_ids={"logit_bias": lambda params: [token for token, _ in params.logit_bias]},
     table=BiasLists,
     columns={
         "counts": Column(lambda params, row: len(params.logit_bias)),

@@ -59,22 +59,17 @@ def edit_rows(
         for place, (name, is_float) in enumerate(edits.params[number], start=first + 1):
             values = numbers[:, place : place + 1]
             params[name] = values.to(torch.int32).view(torch.float32) if is_float else values
-        inputs = {name: row_values(next(rest), vocab_size) for name in edit.inputs}
+        inputs = {name: by_row(next(rest))[:, :vocab_size] for name in edit.inputs}
         constants = {name: next(tokens) for name in edits.tables[number]}
-        state = {name: of_row(next(states).values[slot]) for name in edits.states[number]}
+        state = {name: by_row(next(states).values[slot]) for name in edits.states[number]}
         before = None
         if edit.history_tokens and history is not None:
             before = tokens_before(slot, positions, history, edit.history_tokens)
         yield is_used[:, None], EditRows(positions[:, None], params, inputs, constants, before, state)
 
 
-def row_values(values: Tensor, vocab_size: int) -> Tensor:
-    """A tensor of the call as ``EditRows`` has it: ``[R]`` as ``[R, 1]``, ``[R, >=V]`` without columns beyond V."""
-    return values[:, None] if values.dim() == 1 else values[:, :vocab_size]
-
-
-def of_row(values: Tensor) -> Tensor:
-    """The state of each row's slot as ``EditRows`` has it: ``[R]`` as ``[R, 1]``, others as they are."""
+def by_row(values: Tensor) -> Tensor:
+    """Numbers of rows as ``EditRows`` has them: ``[R]`` as ``[R, 1]``, others as they are."""
     return values[:, None] if values.dim() == 1 else values
 
 

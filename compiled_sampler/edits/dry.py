@@ -18,21 +18,19 @@ from torch import Tensor
 from compiled_sampler.core.mass import FLOAT_MAX
 from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edits.changes import ListWriter, entry_ids
-from compiled_sampler.edits.checks import checked_token_ids, count_in_range, in_range
 from compiled_sampler.edits.edit_spec import (
     Column,
-    EditSizes,
     EditSpec,
     Parameter,
     Params,
-    check_count,
-    check_ids,
+    checked_token_ids,
+    count_in_range,
+    in_range,
     normal,
 )
 from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History
 
-MOST_REPEATED = 50
-"""Tokens of a repetition that DRY tells apart; longer ones are penalized like these."""
+MOST_REPEATED = 50  # tokens of a repetition that DRY tells apart; longer ones are penalized like these
 _POSITION_BYTES = 270  # of a row, at most, in eager torch: an int32 and a bool for each length of a repetition
 
 
@@ -109,16 +107,6 @@ def penalties_by_length(params: Params) -> np.ndarray:
     return made
 
 
-def _is_wanted(params: Params) -> bool:
-    return bool(params.dry_multiplier > 0.0)
-
-
-def _check_fits(params: Params, sizes: EditSizes, vocab_size: int) -> None:
-    if _is_wanted(params):  # else breakers are of no use
-        check_count("breakers", len(params.dry_sequence_breakers), sizes)
-        check_ids("dry_sequence_breakers", params.dry_sequence_breakers, vocab_size)
-
-
 def _range_of_llama_cpp(last_n: object) -> dict[str, Any]:
     """Parameters for llama.cpp's ``dry_penalty_last_n``, of which -1 is all tokens and 0 switches DRY off."""
     return {"dry_multiplier": 0.0} if last_n == 0 else {"dry_range": 0 if last_n == -1 else last_n}
@@ -127,7 +115,6 @@ def _range_of_llama_cpp(last_n: object) -> dict[str, Any]:
 DRY = EditSpec(
     name="dry",
     kind="list",
-    effect="`x - m * b**(n - a)` for a token that would prolong a repetition of n >= a tokens",
     parameters={
         "dry_multiplier": Parameter(in_range("in [0, 2**20]", lambda x: 0.0 <= x <= 2.0**20, "0 is none")),
         "dry_base": Parameter(
@@ -144,8 +131,9 @@ DRY = EditSpec(
         ),
         "dry_sequence_breakers": Parameter(checked_token_ids),
     },
-    wanted=_is_wanted,
-    check_fits=_check_fits,
+    wanted=lambda params: params.dry_multiplier > 0.0,
+    entries={"breakers": lambda params: len(params.dry_sequence_breakers)},
+    named_ids={"dry_sequence_breakers": lambda params: params.dry_sequence_breakers},
     table=Dry,
     columns={
         "ranges": Column(lambda params, row: params.dry_range),

@@ -8,12 +8,9 @@ from torch import Tensor
 
 from compiled_sampler.edits.edit_spec import PROMPT_LEN, Column, EditSpec
 
-UNWRITTEN = -1
-"""The token of a position that holds none."""
-NO_SUCCESSOR = 2**31 - 1
-"""The successor of a position behind which the same token does not stand."""
-TOKEN, ORDINAL, SUCCESSOR = range(3)
-"""The numbers of a position in ``History.entries``."""
+UNWRITTEN = -1  # the token of a position that holds none
+NO_SUCCESSOR = 2**31 - 1  # the successor of a position behind which the same token does not stand
+TOKEN, ORDINAL, SUCCESSOR = range(3)  # the numbers of a position in ``History.entries``
 
 
 class History(NamedTuple):
@@ -39,21 +36,16 @@ class HistoryRows(NamedTuple):
     a kernel of its own; what is written into four is written at once.
     """
 
-    token: Tensor
-    """For the tokens."""
-    ordinal: Tensor
-    """For how many times they were drawn."""
-    successor: Tensor
-    """For the positions that hold them next."""
-    before: Tensor
-    """For the successors of the positions that held them last."""
+    token: Tensor  # for the tokens
+    ordinal: Tensor  # for how many times they were drawn
+    successor: Tensor  # for the positions that hold them next
+    before: Tensor  # for the successors of the positions that held them last
 
 
 READS_HISTORY = Column(lambda params, row: row.reads_history, off=None)
 HISTORY_EDIT = EditSpec(
     name="history",
     kind="history",
-    effect="nothing; an edit of your own reads what was drawn",
     columns={"prompt_lens": PROMPT_LEN, "is_read": READS_HISTORY},
     reads_history=True,
 )

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.edits.changes import ListWriter, list_entries
-from compiled_sampler.edits.checks import checked_flag, checked_token_id, checked_token_ids, count_in_range
 from compiled_sampler.edits.edit_spec import (
     PROMPT_LEN,
     Column,
-    EditSizes,
     EditSpec,
     Parameter,
     Params,
-    check_count,
-    check_ids,
+    checked_flag,
+    checked_token_id,
+    checked_token_ids,
+    count_in_range,
 )
 from compiled_sampler.edits.history import History
 
@@ -27,14 +27,10 @@ _MASKED = float("-inf")
 class StopLists(NamedTuple):
     """Tokens that end a request, and how many tokens must come before one."""
 
-    prompt_lens: Tensor
-    """int32 ``[S]``, as in ``History``."""
-    min_tokens: Tensor
-    """int32 ``[S]``, tokens drawn before one that ends the request can be."""
-    counts: Tensor
-    """int32 ``[S]``, tokens that end each request."""
-    token_ids: Tensor
-    """int32 ``[S, T]``, each id once."""
+    prompt_lens: Tensor  # int32 ``[S]``, as in ``History``
+    min_tokens: Tensor  # int32 ``[S]``, tokens drawn before one that ends the request can be
+    counts: Tensor  # int32 ``[S]``, tokens that end each request
+    token_ids: Tensor  # int32 ``[S, T]``, each id once
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
         """Masks of tokens that would come too early."""
@@ -58,17 +54,6 @@ def _check_has_stop(params: Params) -> None:
         )
 
 
-def _check_fits(params: Params, sizes: EditSizes, vocab_size: int) -> None:
-    stops = params.all_stop_token_ids
-    check_count("stops", len(stops), sizes)
-    check_ids("eos_token_id", [token for token in stops if token == params.eos_token_id], vocab_size)
-    check_ids("stop_token_ids", stops, vocab_size)
-
-
-def _checked_eos(name: str, value: object) -> int | None:
-    return None if value is None else checked_token_id(name, value)
-
-
 _COLUMNS = {
     "prompt_lens": PROMPT_LEN,
     "min_tokens": Column(lambda params, row: params.min_tokens),
@@ -78,7 +63,6 @@ _COLUMNS = {
 MIN_TOKENS = EditSpec(
     name="min_tokens",
     kind="list",
-    effect="-inf for the tokens that end the request, until so many were drawn",
     parameters={
         "min_tokens": Parameter(
             count_in_range("in [0, 2**31)", lambda n: 0 <= n < 2**31, "0 lets a request end at once"),
@@ -94,16 +78,24 @@ MIN_TOKENS = EditSpec(
 STOPS = EditSpec(
     name="stops",
     kind="end",
-    effect="nothing; one of these tokens ends the request",
     parameters={
         "stop_token_ids": Parameter(checked_token_ids, in_vllm=True),
-        "eos_token_id": Parameter(_checked_eos, in_vllm=True, in_generate=True, in_openai=False),
+        "eos_token_id": Parameter(
+            lambda name, value: None if value is None else checked_token_id(name, value),
+            in_vllm=True,
+            in_generate=True,
+            in_openai=False,
+        ),
         "ignore_eos": Parameter(
             lambda name, value: checked_flag(name, value, "True draws on behind eos_token_id"), in_vllm=True
         ),
     },
     wanted=lambda params: bool(params.all_stop_token_ids),
-    check_fits=_check_fits,
+    entries={"stops": lambda params: len(params.all_stop_token_ids)},
+    named_ids={
+        "eos_token_id": lambda params: [token for token in params.all_stop_token_ids if token == params.eos_token_id],
+        "stop_token_ids": lambda params: params.all_stop_token_ids,
+    },
     table=StopLists,
     columns=_COLUMNS,
 )

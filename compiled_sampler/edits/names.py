@@ -22,8 +22,7 @@ MASK, CONSUMES, RESTORES = "token_bitmask", "consume_logits", "restore_logits"
 """What comes with a call and is no parameter of a request: a mask, and leave to write into the caller's logits, which
 then hold nothing of use, or which the end of the step restores."""
 
-LEAVES = CONSUMES, RESTORES
-"""Of these, what a call has at most one of."""
+LEAVES = CONSUMES, RESTORES  # of these, what a call has at most one of
 
 ROW_FILTERS = tuple(spec.name for spec in EDIT_SPECS if spec.kind == "filter")
 """Filters that look at a whole row, in the order in which they act: behind all edits, also those of the user."""

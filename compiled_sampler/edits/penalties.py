@@ -14,8 +14,7 @@ from torch import Tensor
 
 from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits, edited_tokens, entry_ids
-from compiled_sampler.edits.checks import check_scope, in_range
-from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, normal
+from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, check_scope, in_range, normal
 from compiled_sampler.edits.history import ORDINAL, SUCCESSOR, TOKEN, History
 
 _POSITION_BYTES = 51  # of a row, at most, in eager torch: tokens and what is added, gathered and as indices
@@ -96,7 +95,6 @@ _REPETITION = in_range("in [2**-20, 2**20]", lambda x: 2.0**-20 <= x <= 2.0**20,
 PENALTIES = EditSpec(
     name="penalties",
     kind="list",
-    effect="`x * (1 / r)` if `x > 0`, else `x * r`; `x - f * n` for n times drawn; `x - p` if drawn",
     parameters={
         "repetition_penalty": Parameter(_REPETITION, in_vllm=True, in_generate=True),
         "repetition_scope": Parameter(check_scope),

@@ -1,4 +1,4 @@
-"""Drawn tokens in the history: the stages that record them, and what they write at consecutive positions.
+"""What follows a draw: tokens that end a request, and the record of drawn tokens in the history.
 
 The stages get the history's memory to read, and once to write for each kind of number, so that the record of a token a
 row is one kernel; ``changes.py`` says why.
@@ -13,12 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, SlotTable
+from compiled_sampler.batch import RowStatus, SampleOutputs, SlotTable, VerifyOutputs
 from compiled_sampler.core.order import indices
 from compiled_sampler.core.rows import covered_slots, lacks_service
 from compiled_sampler.edits.history import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History, HistoryRows
 from compiled_sampler.edits.min_tokens import StopLists
-from compiled_sampler.edits.stops import are_ends
 
 _NUMBERS = 3  # of a position
 
@@ -26,10 +25,8 @@ _NUMBERS = 3  # of a position
 class Numbers(NamedTuple):
     """Numbers of one kind that are written into a history, which is taken as one long row of them."""
 
-    places: Tensor
-    """int64 ``[N, K]``; in the last slot where nothing is written."""
-    values: Tensor
-    """int32 ``[N, K]``."""
+    places: Tensor  # int64 ``[N, K]``; in the last slot where nothing is written
+    values: Tensor  # int32 ``[N, K]``
 
 
 class Record(NamedTuple):
@@ -44,10 +41,8 @@ class Record(NamedTuple):
 class DrawEnds(NamedTuple):
     """What is known of the rows of a step once their tokens are in the history."""
 
-    status: Tensor
-    """int32 ``[R]``, with ``HISTORY_EXCEEDED``."""
-    finished: Tensor
-    """bool ``[R]``, whether a row's token ends its request."""
+    status: Tensor  # int32 ``[R]``, with ``HISTORY_EXCEEDED``
+    finished: Tensor  # bool ``[R]``, whether a row's token ends its request
 
 
 def record_draws(
@@ -181,3 +176,45 @@ def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.nda
     made[ORDINAL, order] = drawn - before
     made[SUCCESSOR, order[:-1][~starts[1:]]] = order[1:][~starts[1:]]
     return made
+
+
+def with_finished(drawn: SampleOutputs, slots: Tensor, stops: StopLists) -> SampleOutputs:
+    """The draws of a step, with ``finished``: bool ``[R]``, whether a row's token ends its request."""
+    return SampleOutputs(drawn.token_ids, drawn.status, are_ends(drawn.token_ids, drawn.status, slots, stops))
+
+
+def are_ends(token_ids: Tensor, status: Tensor, slots: Tensor, stops: StopLists, *, num_places: int = 0) -> Tensor:
+    """Whether the tokens of rows end their requests, bool ``[R]``."""
+    return _is_stop(token_ids[:, None], slots, stops, num_places)[:, 0] | _is_all_masked(status)
+
+
+def cut_at_stop(made: VerifyOutputs, slots: Tensor, stops: StopLists) -> VerifyOutputs:
+    """The tokens of a verification up to the first that ends its request, with ``finished``, bool ``[N]``."""
+    ends = _is_stop(made.token_ids, slots, stops)
+    place = torch.arange(ends.shape[1], device=ends.device)
+    length = torch.where(ends, place + 1, ends.shape[1]).amin(-1)
+    emitted = torch.minimum(made.num_emitted, length)
+    is_masked = _is_all_masked(made.status) & (made.num_emitted == emitted)
+    return VerifyOutputs(
+        token_ids=torch.where(place < length[:, None], made.token_ids, -1),
+        num_emitted=emitted,
+        num_accepted=torch.minimum(made.num_accepted, length),
+        num_matching=made.num_matching,
+        status=made.status,
+        finished=ends.any(-1) | is_masked,
+    )
+
+
+def _is_stop(token_ids: Tensor, slots: Tensor, stops: StopLists, num_places: int = 0) -> Tensor:
+    """Whether tokens end their request: bool ``[N, K]``; -1 never does."""
+    slot, width = slots.clamp(min=0), stops.token_ids.shape[1]
+    # also places that no list has, up to ``num_places``: one kernel may look at a longer list there
+    place = torch.arange(max(width, num_places), device=slots.device)
+    is_entry = (place < stops.counts[slot][:, None]) & (slots >= 0)[:, None]
+    entries = torch.where(is_entry, stops.token_ids[slot[:, None], place.clamp(max=width - 1)].to(torch.int64), -2)
+    return (token_ids[:, :, None] == entries[:, None, :]).any(-1)
+
+
+def _is_all_masked(status: Tensor) -> Tensor:
+    """Whether a row has no token, which ends its request too; false for padding, whose status is -1."""
+    return (status >= 0) & ((status & int(RowStatus.ALL_MASKED)) != 0)

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.edits.checks import checked_flag, in_range
-from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter
+from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, checked_flag, in_range
 
 _MOST_THRESHOLD = 0.5  # above it no two tokens can both be top choices of XTC
 
@@ -20,14 +19,12 @@ _MOST_THRESHOLD = 0.5  # above it no two tokens can both be top choices of XTC
 class TopNSigma(NamedTuple):
     """Requests that keep tokens within so many standard deviations of the largest logit."""
 
-    number: Tensor
-    """float64 ``[S]``, deviations; 0 keeps every token."""
+    number: Tensor  # float64 ``[S]``, deviations; 0 keeps every token
 
 
 TOP_N_SIGMA = EditSpec(
     name="top_n_sigma",
     kind="filter",
-    effect="keeps logits within n standard deviations of the largest",
     parameters={
         "top_n_sigma": Parameter(
             in_range("finite and >= 0", lambda x: 0.0 <= x < math.inf, "0 keeps every token"), off_at_minus_1=True
@@ -42,14 +39,12 @@ TOP_N_SIGMA = EditSpec(
 class MinK(NamedTuple):
     """Requests that keep tokens before the cliff of their logits."""
 
-    tau: Tensor
-    """float64 ``[S]``, ranks times the range of logits that are kept behind it too; -1 keeps every token."""
+    tau: Tensor  # float64 ``[S]``, ranks times the range of logits that are kept behind it too; -1 keeps every token
 
 
 MIN_K = EditSpec(
     name="min_k",
     kind="filter",
-    effect="keeps the first k of the order, k the larger of the rank of the cliff and of `floor(τ / range)`",
     parameters={
         "min_k": Parameter(lambda name, value: checked_flag(name, value, "True switches it on")),
         "min_k_tau": Parameter(
@@ -65,14 +60,12 @@ MIN_K = EditSpec(
 class PLess(NamedTuple):
     """Requests that keep tokens as likely as a token is to be drawn twice."""
 
-    is_on: Tensor
-    """int32 ``[S]``, 0 keeps every token."""
+    is_on: Tensor  # int32 ``[S]``, 0 keeps every token
 
 
 P_LESS = EditSpec(
     name="p_less",
     kind="filter",
-    effect="keeps tokens with `p >= sum(p**2)`",
     parameters={"p_less": Parameter(lambda name, value: checked_flag(name, value, "True switches it on"))},
     wanted=lambda params: params.p_less,
     table=PLess,
@@ -83,14 +76,12 @@ P_LESS = EditSpec(
 class TypicalP(NamedTuple):
     """Requests that keep tokens of about as much surprise as the law has in the mean."""
 
-    share: Tensor
-    """float64 ``[S]``, of the mass; 1 keeps every token."""
+    share: Tensor  # float64 ``[S]``, of the mass; 1 keeps every token
 
 
 TYPICAL_P = EditSpec(
     name="typical_p",
     kind="filter",
-    effect="keeps tokens in the order of their surprise's distance from the entropy, while the mass before is below it",
     parameters={
         "typical_p": Parameter(
             in_range("in (0, 1]", lambda x: 0.0 < x <= 1.0, "1.0 keeps every token"), in_generate=True
@@ -105,16 +96,13 @@ TYPICAL_P = EditSpec(
 class Xtc(NamedTuple):
     """Requests that exclude their top choices from some draws."""
 
-    threshold: Tensor
-    """float64 ``[S]``, the least probability of a top choice."""
-    probability: Tensor
-    """float64 ``[S]``, of an exclusion; 0 for none."""
+    threshold: Tensor  # float64 ``[S]``, the least probability of a top choice
+    probability: Tensor  # float64 ``[S]``, of an exclusion; 0 for none
 
 
 XTC = EditSpec(
     name="xtc",
     kind="filter",
-    effect="with this probability, drops all tokens with `p >= xtc_threshold` but the last of them in the order",
     parameters={
         "xtc_probability": Parameter(in_range("in [0, 1]", lambda x: 0.0 <= x <= 1.0, "0 excludes nothing")),
         "xtc_threshold": Parameter(in_range("in [0, 1]", lambda x: 0.0 <= x <= 1.0, "above 0.5 it excludes nothing")),

@@ -28,19 +28,15 @@ class RequestNumbers(NamedTuple):
 class RequestState(NamedTuple):
     """What an edit of the user reads of each slot, and an engine writes."""
 
-    values: Tensor
-    """``[S, ...]``, as its ``EditState`` says."""
+    values: Tensor  # ``[S, ...]``, as its ``EditState`` says
 
 
 class CustomTables(NamedTuple):
     """What edits of the user read that does not differ between steps."""
 
-    numbers: RequestNumbers
-    """By slot."""
-    tokens: tuple[Tensor, ...]
-    """``[1, V]`` each, the tables of the edits in their order."""
-    states: tuple[RequestState, ...] = ()
-    """By slot, the states of the edits in their order."""
+    numbers: RequestNumbers  # by slot
+    tokens: tuple[Tensor, ...]  # ``[1, V]`` each, the tables of the edits in their order
+    states: tuple[RequestState, ...] = ()  # by slot, the states of the edits in their order
 
 
 TABLES: tuple[type[Any], ...] = (

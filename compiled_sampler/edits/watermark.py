@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.edits.checks import count_in_range
-from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter
+from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, count_in_range
 from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History
 
 MOST_WATERMARK_TOKENS = 8
@@ -47,7 +46,6 @@ def noise_positions(slots: Tensor, positions: Tensor, watermarks: Watermarks, hi
 WATERMARK = EditSpec(
     name="watermark",
     kind="noise",
-    effect="nothing; a hash of so many tokens keys the noise instead of the position",
     parameters={
         "watermark_tokens": Parameter(
             count_in_range(

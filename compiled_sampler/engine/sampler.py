@@ -12,15 +12,15 @@ from torch import Tensor
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.edits.names import CONSUMES, MASK, RESTORES, Leave, without_vain_leave
-from compiled_sampler.engine.boundary import arguments, settings
+from compiled_sampler.engine.boundary import arguments
 from compiled_sampler.engine.boundary.edits import checked_custom_edits
-from compiled_sampler.engine.boundary.outputs import check_outputs
 from compiled_sampler.engine.boundary.tensors import (
     RowFormat,
     check_bound_numbers,
     check_consumes,
     check_logits,
     check_logits_buffer,
+    check_outputs,
     check_positions,
 )
 from compiled_sampler.engine.calls import Calls, without_ring
@@ -28,10 +28,9 @@ from compiled_sampler.engine.drafts import ONE_HOT, Draft, DraftCache, Proposals
 from compiled_sampler.engine.plan import Plan, check_has_boundary, check_has_drafts, check_has_positions
 from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
-from compiled_sampler.engine.requests.edit_layout import checked_sizes
-from compiled_sampler.engine.requests.edit_slots import EditSlots
-from compiled_sampler.engine.requests.logprob_tables import LogprobTables
+from compiled_sampler.engine.requests.edit_slots import EditSlots, checked_sizes
 from compiled_sampler.engine.requests.slots import new_seed
+from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import SamplerStatistics, StepRun, StepRunner
 from compiled_sampler.engine.verification import Verifier, VerifyCall
@@ -114,14 +113,14 @@ class Sampler(RequestHolder):
         shard: VocabularyShard | None = None,
         check_plans: bool = False,
     ) -> None:
-        self.vocab_size, self.max_num_requests = settings.checked_sizes(vocab_size, max_num_requests)
-        settings.check_choices(logits_dtype, backend, top_p_base, probabilities)
-        settings.check_generator(default_generator)
-        columns = settings.checked_columns(shard, check_plans, self.vocab_size)
+        self.vocab_size, self.max_num_requests = arguments.checked_sizes(vocab_size, max_num_requests)
+        arguments.check_choices(logits_dtype, backend, top_p_base, probabilities)
+        arguments.check_generator(default_generator)
+        columns = arguments.checked_columns(shard, check_plans, self.vocab_size)
         if shard is not None and default_generator is None:
             default_generator = torch.Generator().manual_seed(shard.told(new_seed(None) >> 1)[0])
-        device = torch.empty(0, device=settings.checked_device(device)).device
-        length = settings.checked_history_len(history_len)
+        device = torch.empty(0, device=arguments.checked_device(device)).device
+        length = arguments.checked_history_len(history_len)
         custom_edits = checked_custom_edits(edits, self.vocab_size, length)
         most, modes = self.max_num_requests, mode_table(self.vocab_size, top_p_base)
         self._custom = CustomEditSet(custom_edits, self.vocab_size, device, most)
@@ -131,15 +130,15 @@ class Sampler(RequestHolder):
         self.logits_dtype, self.top_p_base = logits_dtype, top_p_base
         self.backend = {"auto": "graph" if device.type == "cuda" else "compiled"}.get(backend, backend)
         self._logits, self._checked_by = RowFormat(columns, logits_dtype, device), shard if check_plans else None
-        ways = settings.checked_verifications(verifications)
-        width = settings.checked_cache_len(draft_cache_len, ways)
+        ways = arguments.all_of(Verification, "verifications", verifications, "Verification('match', 3)")
+        width = arguments.checked_cache_len(draft_cache_len, ways)
         self._draft_cache = DraftCache(most, width, self.vocab_size, logits_dtype, device) if width else None
         tables = LogprobTables(self._requests.staged.processed_scale)
         self._runner = StepRunner(
             self.backend, modes, self._requests, logits_dtype, sizes, most, self._draft_cache, slots, tables, shard
         )
-        logprobs = settings.checked_logprobs(captured_logprobs, self.vocab_size)
-        edit_sets = settings.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
+        logprobs = arguments.checked_logprobs(captured_logprobs, self.vocab_size)
+        edit_sets = arguments.checked_edits(captured_edits, length, self._custom.all_names, self._custom.expanded)
         self._runner.register(ways, probabilities, edit_sets, logprobs)
         self._calls = Calls(self._runner)
         self._verifier = Verifier(self._runner, self._logits, self._draft_cache, self._calls)

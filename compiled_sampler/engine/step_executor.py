@@ -14,14 +14,13 @@ from compiled_sampler.core.reference import probabilities, sample
 from compiled_sampler.core.row_table import unfiltered_table
 from compiled_sampler.core.rows import RowSlots, idle_status
 from compiled_sampler.core.stage import Run, call, fuses
-from compiled_sampler.edits.recording import record_drafts, record_draws, record_ends
-from compiled_sampler.edits.stops import cut_at_stop, with_finished
+from compiled_sampler.edits.recording import cut_at_stop, record_drafts, record_draws, record_ends, with_finished
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.engine.boundary.arguments import check_not_capturing
 from compiled_sampler.engine.drafts import DraftCache
 from compiled_sampler.engine.requests.edit_slots import EditSlots
-from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.requests.slots import SlotState
+from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import CACHE, Mode

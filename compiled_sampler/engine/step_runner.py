@@ -18,12 +18,12 @@ from torch import Tensor
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs, tensors_of
 from compiled_sampler.edits.names import GIVEN, LEAVES, MASK
 from compiled_sampler.engine.boundary.arguments import check_modes, check_not_capturing
-from compiled_sampler.engine.boundary.outputs import Results, check_bound_out, empty_outputs, has_form
+from compiled_sampler.engine.boundary.tensors import Results, check_bound_out, empty_outputs, has_form
 from compiled_sampler.engine.drafts import DraftCache
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.requests.edit_slots import EditSlots
-from compiled_sampler.engine.requests.logprob_tables import LogprobTables
 from compiled_sampler.engine.requests.slots import SlotState
+from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_executor import StepExecutor
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs

@@ -14,12 +14,12 @@ from torch import Tensor
 from compiled_sampler.batch import VerifyOutputs
 from compiled_sampler.edits.names import Leave
 from compiled_sampler.engine.boundary.arguments import check_logprobs
-from compiled_sampler.engine.boundary.outputs import check_outputs
 from compiled_sampler.engine.boundary.tensors import (
     RowFormat,
     check_consumes,
     check_drafts,
     check_logits,
+    check_outputs,
     check_positions,
 )
 from compiled_sampler.engine.calls import Calls

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from compiled_sampler.core.row_table import RowInputs, RowTable, in_float64, row_table
 from compiled_sampler.core.stage import Run, call
-from compiled_sampler.engine.boundary.arguments import check_progress, checked_draw_index
-from compiled_sampler.engine.boundary.settings import LOGITS_DTYPES
+from compiled_sampler.engine.boundary.arguments import LOGITS_DTYPES, check_progress, checked_draw_index
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_logits, check_tensor
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleInputs, SampleOutputs
 from compiled_sampler.core.row_table import marked
-from compiled_sampler.engine.boundary.outputs import empty_outputs
+from compiled_sampler.engine.boundary.tensors import empty_outputs
 from compiled_sampler.functional.arguments import (
     FloatOrRows,
     IntOrRows,

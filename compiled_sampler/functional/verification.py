@@ -9,8 +9,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import VerifyInputs, VerifyOutputs
 from compiled_sampler.core.row_table import marked_requests, requests_with_rows
-from compiled_sampler.engine.boundary.outputs import empty_outputs
-from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_tensor
+from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_rows, check_tensor, empty_outputs
 from compiled_sampler.engine.drafts import in_sampler_dtype
 from compiled_sampler.functional.arguments import (
     FloatOrRows,
@@ -191,10 +190,5 @@ def _check_proposals(rule: str, drafts: str, proposals: Tensor, rows: _Rows) -> 
     name, dtype = ("draft_probs", torch.float32) if drafts == "probabilities" else ("draft_logits", form.dtype)
     if rule == "match":
         raise ValueError(f"rule 'match' never looks at draft_probs or draft_logits, got {name}; leave it out")
-    check_tensor(name, proposals, (dtype,), form.device)
-    shape = list(proposals.shape)
-    if len(shape) != 2 or shape[1] < form.vocab_size or (count is not None and shape[0] != count):
-        wanted = "D" if count is None else count
-        raise ValueError(f"{name} must be [{wanted}, >= {form.vocab_size}], one row a draft, got {shape}; reshape it")
-    if proposals.stride(1) != 1 and shape[1] > 1:
-        raise ValueError(f"{name} must have column stride 1, got strides {proposals.stride()}; call .contiguous()")
+    wanted = RowFormat(form.vocab_size, dtype, form.device)
+    check_rows(name, proposals, count, wanted, "reshape it", ", one row a draft")

@@ -7,6 +7,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import blake2b
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ class Interface(NamedTuple):
 
     parameters: Mapping[str, Names] = {}
     """Functions that are replaced or called, with all their parameters."""
+    passed: Mapping[str, Names] = {}
+    """Functions that are replaced or called, with some of their parameters."""
     returns: Mapping[str, str] = {}
     """Annotations of what a replaced function returns."""
     fields: Mapping[str, Names] = {}
@@ -31,11 +34,9 @@ class Interface(NamedTuple):
 class Supported(NamedTuple):
     """Which versions of an engine an adapter fits: by number, and by what it calls and what it makes."""
 
-    engine: str
-    """Its name, as errors have it."""
+    engine: str  # its name, as errors have it
     oldest: str
-    way_out: str
-    """What to install instead of another version."""
+    way_out: str  # what to install instead of another version
     interface: Interface
 
 
@@ -51,11 +52,13 @@ def check_supported(supported: Supported, version: str, find: Find | None = None
 
 def differences(interface: Interface, find: Find) -> list[str]:
     """The names of what is called or made that an engine does not have as it is expected."""
+    signature, unwrap = inspect.signature, inspect.unwrap
     tables: list[tuple[Mapping[str, Any], Callable[[Any, Any], bool]]] = [
-        (interface.parameters, _has_parameters),
+        (interface.parameters, lambda function, wanted: tuple(signature(function).parameters) == wanted),
+        (interface.passed, lambda function, wanted: set(wanted) <= set(signature(function).parameters)),
         (interface.returns, _returns),
         (interface.fields, _has_fields),
-        (interface.attributes, _names_attributes),
+        (interface.attributes, lambda method, names: not names or set(names) <= set(unwrap(method).__code__.co_names)),
     ]
     return [name for table, check in tables for name, wanted in table.items() if not _holds(find, name, check, wanted)]
 
@@ -116,10 +119,6 @@ def _holds(find: Find, name: str, check: Callable[[Any, Any], bool], wanted: Any
         return False
 
 
-def _has_parameters(function: Any, wanted: Names) -> bool:
-    return tuple(inspect.signature(function).parameters) == wanted
-
-
 def _returns(function: Any, wanted: str) -> bool:
     annotation = inspect.signature(function).return_annotation
     return bool(getattr(annotation, "__name__", annotation) == wanted)
@@ -131,5 +130,10 @@ def _has_fields(record: Any, wanted: Names) -> bool:
     return set(wanted) <= set(getattr(record, "__struct_fields__", ()) or record._fields)
 
 
-def _names_attributes(function: Any, wanted: Names) -> bool:
-    return not wanted or set(wanted) <= set(inspect.unwrap(function).__code__.co_names)
+_MOST_REQUESTS = 65_536  # whose seeds are remembered: an engine may ask at every step
+
+
+@functools.lru_cache(_MOST_REQUESTS)
+def seed_of(request_id: str, salt: int) -> int:
+    """The seed of a request without one, in [0, 2**64): of its unique id, the same on every rank and in every batch."""
+    return int.from_bytes(blake2b(f"{salt}/{request_id}".encode(), digest_size=8).digest(), "little")

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from compiled_sampler.edits import EDIT_SPECS
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.params import SamplingParams
 
-MOST_IDLE = 8
-"""Samplers that are kept while nobody uses them."""
+MOST_IDLE = 8  # samplers that are kept while nobody uses them
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,15 @@ class SamplerPool:
         self._lock = threading.Lock()
 
     @contextmanager
-    def holding(self, form: SamplerForm, params: list[SamplingParams], prompts: list[list[int]]) -> Iterator[Holding]:
-        """A sampler of a form with requests in its slots, which are free again behind the block."""
+    def holding(
+        self, form: SamplerForm, params: list[SamplingParams], prompts: list[list[int]]
+    ) -> Iterator[tuple[Sampler, list[int]]]:
+        """A sampler of a form and the slots of requests in it, which are free again behind the block."""
         sampler, slots = self._taken(form), list[int]()
         try:
             for each, prompt in zip(params, prompts, strict=True):
                 slots.append(sampler.add_request(each, prompt if set(each.edits) - {"stops"} else ()))
-            yield Holding(sampler, slots)
+            yield sampler, slots
         finally:
             for slot in slots:
                 sampler.remove_request(slot)
@@ -84,31 +86,11 @@ class SamplerPool:
         )
 
 
-@dataclass(frozen=True)
-class Holding:
-    """A sampler and the slots of the requests of a call."""
-
-    sampler: Sampler
-    slots: list[int]
-
-
 def _sizes(params: list[SamplingParams]) -> EditSizes:
-    least, stored = EditSizes(), [_counts(each) for each in params]
-    biases, stops, words, longest, breakers = (max(column) for column in zip(*stored, strict=True))
-    return EditSizes(
-        biases=max(least.biases, _power(biases)),
-        stops=max(least.stops, _power(stops)),
-        bad_words=max(least.bad_words, _power(words)),
-        bad_word_len=max(least.bad_word_len, _power(longest)),
-        breakers=max(least.breakers, _power(breakers)),
-    )
-
-
-def _counts(params: SamplingParams) -> tuple[int, ...]:
-    words = [len(list(word)) for word in params.bad_words_token_ids or ()]
-    lists = params.logit_bias, params.all_stop_token_ids, words, params.dry_sequence_breakers
-    biases, stops, count, breakers = (len(list(each or ())) for each in lists)
-    return biases, stops, count, max(words, default=0), breakers
+    """Room for the entries of all requests, the default at least."""
+    least = EditSizes()
+    counts = {name: max(map(count, params)) for spec in EDIT_SPECS for name, count in spec.entries.items()}
+    return EditSizes(**{name: max(getattr(least, name), _power(count)) for name, count in counts.items()})
 
 
 def _power(count: int) -> int:

@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 
 from compiled_sampler.integrations.engine_interface import ends_process
 
-VARIABLE = "COMPILED_SAMPLER_TOKENSPEED"
-"""Environment variable that switched the adapter on."""
+VARIABLE = "COMPILED_SAMPLER_TOKENSPEED"  # environment variable that switched the adapter on
 
 
 def load() -> None:

@@ -26,7 +26,7 @@ from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import Run, any_row, call
 from compiled_sampler.edits.masks import MaskedLogits
-from compiled_sampler.edits.stops import with_finished
+from compiled_sampler.edits.recording import with_finished
 from compiled_sampler.edits.tables import EditInputs, NoiseInputs
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.exact.row_race import (

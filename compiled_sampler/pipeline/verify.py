@@ -23,7 +23,7 @@ from compiled_sampler.batch import VerifyInputs, VerifyOutputs
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, overlap
-from compiled_sampler.edits.stops import cut_at_stop
+from compiled_sampler.edits.recording import cut_at_stop
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.law import AnyLaw, Law

@@ -17,8 +17,7 @@ import torch
 
 from compiled_sampler.selfcheck.cases import LAYOUTS, QUICK_LAYOUT, Case, Result, cases_of
 
-DRAWS_ALL = ("reference", "eager")
-"""Backends that compile nothing."""
+DRAWS_ALL = ("reference", "eager")  # backends that compile nothing
 
 
 def golden() -> dict[str, Result]:

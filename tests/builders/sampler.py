@@ -44,7 +44,7 @@ def shared_sampler(
 def replay_recordings(sampler: Sampler) -> RecordingBackend:
     """The backend with which an eager sampler records and replays from now on, as a "graph" does on a device."""
     sampler._runner.backend = "graph"
-    sampler._runner._cache._variants.backend = backend = RecordingBackend()
+    sampler._runner._cache._backend = backend = RecordingBackend()
     return backend
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.integrations.sglang.versions import INTERFACE
+from compiled_sampler.integrations.sglang.plugin import INTERFACE
 from tests.engines.published_engine import isolated, published, put_module
 
 TOP_K_ALL = 1 << 30

@@ -5,9 +5,8 @@ import torch
 from torch import Tensor
 
 from graph_cache import GraphCache
-from graph_cache.buffers import OutputBuffers
+from graph_cache.buffers import InputBuffer, OutputBuffers
 from graph_cache.copies import copy_tensors
-from graph_cache.inputs import InputBuffer
 from graph_cache.registry import BufferSpec, first_rows
 from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, expected, same_bits
 

@@ -62,7 +62,7 @@ class NoDevice:
 def replaying_nothing(sampler: Sampler) -> Sampler:
     """A sampler made with the backend "eager", which takes the way of "graph" from now on."""
     sampler._runner.backend = "graph"
-    sampler._runner._cache._variants.backend = NoDevice()
+    sampler._runner._cache._backend = NoDevice()
     return sampler
 
 

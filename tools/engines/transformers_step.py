@@ -58,8 +58,7 @@ def _seconds(call: Callable[[int], object], tokens: int) -> float:
 
 def fixed(model: Any, input_ids: torch.Tensor, stopping_criteria: Any, generation_config: Any, **given: Any) -> Any:
     """The loop of ``sample`` with a token that nobody draws."""
-    from compiled_sampler.integrations.transformers.sampling import forward_of
-    from compiled_sampler.integrations.transformers.text import Text
+    from compiled_sampler.integrations.transformers.sampling import Text, forward_of
 
     names = {"logits_processor", "synced_gpus", "streamer"}
     model_kwargs = {name: value for name, value in given.items() if name not in names}

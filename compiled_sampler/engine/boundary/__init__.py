@@ -2,9 +2,7 @@
 
 Modules::
 
-    settings    checks of what a sampler is made with
+    arguments   checks of what a sampler is made with, and of a call's arguments that are no tensors
     edits       checks of the edits that a user wrote, and of what requests set for them
-    arguments   checks of other arguments that are no tensors, and of calls inside a capture
-    tensors     checks of tensors: dtype, shape, device, layout, memory
-    outputs     layouts of results; checks of ``out``
+    tensors     checks of tensors: dtype, shape, device, layout, memory; layouts of results, checks of ``out``
 """

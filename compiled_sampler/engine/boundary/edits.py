@@ -20,8 +20,7 @@ from compiled_sampler.scalars import checked_float, checked_int
 
 _ROWS = 2  # of the trial of an edit
 _METHODS = "edit", "tables", "state"  # of an edit, whose names no field of it may take
-_KINDS = {float: True, int: False, bool: False}
-"""Types of parameters, and whether they are floats."""
+_KINDS = {float: True, int: False, bool: False}  # types of parameters, and whether they are floats
 
 
 def checked_custom_edits(edits: Iterable[LogitEdit], vocab_size: int, history_len: int) -> tuple[LogitEdit, ...]:

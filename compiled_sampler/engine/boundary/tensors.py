@@ -1,15 +1,18 @@
-"""Checks of a caller's tensors: rule, value, way out. They read metadata alone and wait for no device."""
+"""Checks of a caller's tensors, and layouts of results. They read metadata alone and wait for no device."""
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs
 from compiled_sampler.edits.names import RESTORE
+from compiled_sampler.logprobs import LogprobOutputs, Logprobs, layout_of_outputs
 from compiled_sampler.modes import MOST_DRAFTS
 
 INTEGERS = (torch.int64, torch.int32)
@@ -19,22 +22,26 @@ INTEGERS = (torch.int64, torch.int32)
 class RowFormat(NamedTuple):
     """The format of rows of logits or probabilities."""
 
-    vocab_size: int
-    """V; rows may have more columns."""
+    vocab_size: int  # V; rows may have more columns
     dtype: torch.dtype
     device: torch.device
 
 
+def check_rows(name: str, tensor: Tensor, rows: int | None, expected: RowFormat, way_out: str, what: str = "") -> None:
+    """Raise unless a tensor is ``[rows, >= V]`` in the expected format; None allows any number of rows."""
+    columns, dtype, device = expected
+    check_tensor(name, tensor, (dtype,), device)
+    shape = tensor.shape
+    if len(shape) != 2 or rows not in (None, shape[0]) or shape[1] < columns:
+        wanted = f"[{'R' if rows is None else rows}, >= {columns}]{what}"
+        raise ValueError(f"{name} must be {wanted}, got {list(shape)}; {way_out}")
+    if tensor.stride(1) != 1 and shape[1] > 1:
+        raise ValueError(f"{name} must have column stride 1, got strides {tensor.stride()}; call .contiguous()")
+
+
 def check_logits(logits: Tensor, rows: int | None, expected: RowFormat, name: str = "logits") -> None:
-    """Raise unless ``logits`` is ``[rows, >= V]`` in the expected format; None allows any number of rows."""
-    vocab_size, dtype, device = expected
-    check_tensor(name, logits, (dtype,), device)
-    shape = logits.shape
-    if len(shape) != 2 or (rows is not None and shape[0] != rows) or shape[1] < vocab_size:
-        wanted = f"[{'R' if rows is None else rows}, >= {vocab_size}]"
-        raise ValueError(f"{name} must be {wanted}, got {list(shape)}; slice the rows of the plan")
-    if logits.stride(1) != 1 and shape[1] > 1:
-        raise ValueError(f"{name} must have column stride 1, got strides {logits.stride()}; call .contiguous()")
+    """Raise unless ``logits``, or probabilities, are rows ``[rows, >= V]`` in the expected format."""
+    check_rows(name, logits, rows, expected, "slice the rows of the plan")
 
 
 def check_logits_buffer(buffer: Tensor | None, expected: RowFormat) -> None:
@@ -70,29 +77,21 @@ def check_token_bitmask(mask: Tensor, rows: int, vocab_size: int, device: torch.
             f"token_bitmask must be torch.int32, 32 tokens a number with the lowest bit first, got {mask.dtype}; pack "
             "the tokens as xgrammar does, since a conversion would make another mask of them"
         )
-    check_tensor("token_bitmask", mask, (torch.int32,), device)
-    words = -(-vocab_size // 32)
-    if mask.dim() != 2 or mask.shape[0] != rows or mask.shape[1] < words:
-        raise ValueError(
-            f"token_bitmask must be [{rows}, >= {words}], a bit for each token of each row of logits, got "
-            f"{list(mask.shape)}; xgrammar.allocate_token_bitmask({rows}, {vocab_size})"
-        )
-    if mask.stride(1) != 1 and mask.shape[1] > 1:
-        raise ValueError(f"token_bitmask must have column stride 1, got strides {mask.stride()}; call .contiguous()")
+    form = RowFormat(-(-vocab_size // 32), torch.int32, device)
+    way_out = f"xgrammar.allocate_token_bitmask({rows}, {vocab_size})"
+    check_rows("token_bitmask", mask, rows, form, way_out, ", a bit for each token of each row of logits")
 
 
 def check_edit_input(
     name: str, tensor: Tensor, rows: int, columns: int, dtype: torch.dtype, device: torch.device
 ) -> None:
     """Raise unless a tensor of the call is ``[rows, >= columns]``, or ``[rows]`` for 0 columns, as an edit declares."""
+    if columns:
+        form = RowFormat(columns, dtype, device)
+        return check_rows(name, tensor, rows, form, "slice it", ", one for each row of logits")
     check_tensor(name, tensor, (dtype,), device)
-    shape = tensor.shape
-    is_wanted = shape == (rows,) if not columns else len(shape) == 2 and shape[0] == rows and shape[1] >= columns
-    if not is_wanted:
-        wanted = f"[{rows}, >= {columns}]" if columns else f"[{rows}]"
-        raise ValueError(f"{name} must be {wanted}, one for each row of logits, got {list(shape)}; slice it")
-    if columns > 1 and tensor.stride(1) != 1:
-        raise ValueError(f"{name} must have column stride 1, got strides {tensor.stride()}; call .contiguous()")
+    if tensor.shape != (rows,):
+        raise ValueError(f"{name} must be [{rows}], one for each row of logits, got {list(tensor.shape)}; slice it")
 
 
 def check_consumes(consumes: bool | str, logits: Tensor, *read: Tensor) -> None:
@@ -170,14 +169,10 @@ def check_tensor(name: str, tensor: object, dtypes: tuple[torch.dtype, ...], dev
 class Span(NamedTuple):
     """The bytes of a tensor ``[rows, ...]``: one piece for each row."""
 
-    start: int
-    """Address of the first byte."""
-    end: int
-    """Address behind the last byte; ``start`` of an empty tensor."""
-    step: int
-    """Bytes from row to row."""
-    width: int
-    """Bytes from the first to the last of a row."""
+    start: int  # address of the first byte
+    end: int  # address behind the last byte; ``start`` of an empty tensor
+    step: int  # bytes from row to row
+    width: int  # bytes from the first to the last of a row
 
 
 def span(tensor: Tensor) -> Span:
@@ -205,7 +200,8 @@ def overlap(a: Span, b: Span) -> bool:
 def check_apart(fields: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
     """Raise unless every field of ``out`` has memory of its own."""
     for name, tensor in fields.items():
-        if 0 in tensor.stride() and _repeats(tensor):
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        if any(size > 1 and not stride for size, stride in sizes):  # as an expanded tensor has it
             raise ValueError(
                 f"out.{name} must not repeat its memory, got strides {tensor.stride()}; call .contiguous()"
             )
@@ -222,6 +218,138 @@ def check_apart(fields: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> None:
             raise ValueError(f"out.{name} must have memory of its own, got that of an input; allocate each field")
 
 
-def _repeats(tensor: Tensor) -> bool:
-    """Whether elements of a tensor share memory because it was expanded."""
-    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+_ALSO: dict[torch.dtype, tuple[torch.dtype, ...]] = collections.defaultdict(tuple, {torch.int64: (torch.int32,)})
+Results = TypeVar("Results", bound=tuple[Any, ...])
+
+_FIELDS: dict[type, dict[str, tuple[tuple[torch.dtype, ...], int]]] = {
+    SampleOutputs: {"token_ids": (INTEGERS, 1), "status": ((torch.int32,), 1)},
+    ProbabilityOutputs: {"probabilities": ((torch.float32,), 2)},
+    EditedOutputs: {"logits": ((torch.float32,), 2)},
+    VerifyOutputs: {
+        "token_ids": (INTEGERS, 2),
+        "num_emitted": (INTEGERS, 1),
+        "num_accepted": (INTEGERS, 1),
+        "num_matching": (INTEGERS, 1),
+        "status": ((torch.int32,), 1),
+    },
+}
+"""The dtypes, that of new tensors first, and the number of dimensions: ``[rows]`` or ``[rows, columns]``."""
+_FINISHED = {"finished": ((torch.bool,), 1)}  # the field that only batches with edits have
+_Fields = dict[str, tuple[tuple[torch.dtype, ...], list[int]]]
+"""Dtypes and shape by name; fields of logprobs by ``logprobs.name``."""
+
+
+def check_outputs(
+    out: object,
+    kind: type[SampleOutputs] | type[VerifyOutputs] | type[ProbabilityOutputs],
+    rows: int,
+    columns: int,
+    device: torch.device,
+    inputs: tuple[Tensor | None, ...] = (),
+    *,
+    has_edits: bool = False,
+    logprobs: Logprobs | None = None,
+) -> None:
+    """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device, with memory of their own."""
+    wanted_fields = _fields(kind, rows, columns, has_edits, logprobs)
+    if not isinstance(out, kind):
+        names = ", ".join(wanted_fields)
+        shown = repr(out) if isinstance(out, str) else type(out).__name__
+        raise TypeError(f"out must be {kind.__name__}, got {shown}; {kind.__name__}({names})")
+    every = _flat_fields(out, logprobs)
+    fields = {name: field for name, field in every.items() if field is not None or name in wanted_fields}
+    _check_names(fields, wanted_fields, rows)
+    for name, (dtypes, wanted) in wanted_fields.items():
+        tensor = fields[name]
+        check_tensor(f"out.{name}", tensor, dtypes, device)
+        check_writable(f"out.{name}", tensor)
+        if list(tensor.shape) != wanted:
+            raise ValueError(f"out.{name} must be {wanted}, as the plan has it, got {list(tensor.shape)}")
+    # results must not overwrite the tensors of the call
+    check_apart(fields, [tensor for tensor in inputs if tensor is not None])
+
+
+def _fields(kind: type, rows: int, columns: int, has_edits: bool, logprobs: Logprobs | None) -> _Fields:
+    """The fields of outputs of a kind for a batch."""
+    every = {**_FIELDS[kind], **(_FINISHED if has_edits else {})}
+    fields = {name: (dtypes, [rows, columns][:dims]) for name, (dtypes, dims) in every.items()}
+    if logprobs is not None:
+        _, shape = fields["token_ids"]
+        layout = layout_of_outputs(logprobs)
+        fields |= {f"logprobs.{name}": ((dtype,), [*shape, *tail]) for name, (dtype, tail) in layout.items()}
+    return fields
+
+
+def _flat_fields(out: Any, logprobs: Logprobs | None) -> dict[str, Any]:
+    """The fields of ``out``, those of logprobs by ``logprobs.name``."""
+    fields: dict[str, Any] = out._asdict()
+    nested = fields.pop("logprobs", None)
+    if isinstance(nested, LogprobOutputs):
+        fields |= {f"logprobs.{name}": field for name, field in nested._asdict().items()}
+    elif nested is not None or logprobs is not None:
+        names = ", ".join(layout_of_outputs(logprobs or Logprobs()))
+        raise TypeError(
+            f"out.logprobs must be LogprobOutputs in a call with logprobs, else None, got {type(nested).__name__}; "
+            f"LogprobOutputs({names})"
+        )
+    return fields
+
+
+def _check_names(fields: Mapping[str, Any], wanted: Mapping[str, Any], rows: int) -> None:
+    """Raise if ``out`` has a field more than the call returns, or not ``finished`` where it does."""
+    if "finished" in wanted and fields["finished"] is None:
+        raise TypeError(
+            f"out.finished must be a torch.Tensor in a batch with edits, got None; torch.empty({rows}, "
+            "dtype=torch.bool, device=sampler.device)"
+        )
+    for name in fields:
+        if name not in wanted:
+            reason = "in a batch without edits" if name == "finished" else "which this call does not ask for"
+            raise ValueError(f"out.{name} must be None {reason}, got a tensor; leave it out")
+
+
+def empty_outputs(
+    kind: type[Results],
+    columns: int,
+    device: torch.device,
+    *,
+    rows: int = 0,
+    has_edits: bool = False,
+    logprobs: Logprobs | None = None,
+) -> Results:
+    """New tensors for results, of as many rows as are given; without rows they are the results of an empty batch."""
+    tensors: dict[str, Any] = {}
+    of_logprobs: dict[str, Tensor] = {}
+    for name, (dtypes, shape) in _fields(kind, rows, columns, has_edits, logprobs).items():
+        owner = of_logprobs if "." in name else tensors
+        owner[name.rpartition(".")[2]] = torch.empty(shape, dtype=dtypes[0], device=device)
+    if logprobs is not None:
+        tensors["logprobs"] = LogprobOutputs(**of_logprobs)
+    make: Any = kind
+    results: Results = make(**tensors)
+    return results
+
+
+def has_form(out: Any, form: Any) -> bool:
+    """Whether ``out`` can take results like ``form``, of any number of rows."""
+    if type(out) is not type(form):
+        return False
+    for field, wanted in zip(out, form, strict=True):
+        if not isinstance(field, Tensor) or wanted is None:
+            if field is not wanted:
+                return False
+        elif field.shape[1:] != wanted.shape[1:] or field.dtype not in (wanted.dtype, *_ALSO[wanted.dtype]):
+            return False
+    return True
+
+
+def check_bound_out(out: object, device: torch.device, inputs: tuple[Tensor | None, ...]) -> None:
+    """Raise unless ``out`` is results of a sample or a verification that variants may write in place."""
+    if not isinstance(out, SampleOutputs | VerifyOutputs):
+        raise TypeError(f"out must be SampleOutputs or VerifyOutputs, got {type(out).__name__}")
+    tokens = out.token_ids
+    check_tensor("out.token_ids", tokens, INTEGERS, device)
+    if not tokens.dim() or not tokens.numel():
+        raise ValueError(f"out.token_ids must be [>= 1] or [>= 1, K + 1], got {list(tokens.shape)}")
+    columns = tokens.shape[1] if tokens.dim() > 1 else 0
+    check_outputs(out, type(out), len(tokens), columns, device, inputs, has_edits=out.finished is not None)

@@ -32,6 +32,7 @@ class CustomEditSet:
     def __init__(self, edits: Sequence[LogitEdit], vocab_size: int, device: torch.device, num_slots: int) -> None:
         self._edits = {name_of(each): each for each in edits}
         self.names = tuple(self._edits)
+        self.all_names = (*EDITS, *self.names)  # the library's first
         self._params = {name: param_kinds(each) for name, each in self._edits.items()}
         self._starts, end = {}, 0
         for name in self.names:
@@ -51,11 +52,6 @@ class CustomEditSet:
                 self._tables[name] = {key: table.to(device)[None] for key, table in made.items()}
         self._vocab_size = vocab_size
         self.states = EditStates(edits, num_slots, vocab_size, device)
-
-    @property
-    def all_names(self) -> tuple[str, ...]:
-        """The names of the library's edits, then of these."""
-        return (*EDITS, *self.names)
 
     def check(self, params: SamplingParams) -> None:
         """Raise unless the edits that a request names are of this sampler, with parameters as they declare."""
@@ -90,11 +86,6 @@ class CustomEditSet:
     def _set_params(self, row: np.ndarray, name: str, values: Mapping[str, float | int]) -> None:
         for place, (key, is_float) in enumerate(self._params[name], start=self._starts[name] + 1):
             row[place] = np.float32(values[key]).view(np.int32) if is_float else values[key]
-
-    def begin(self, slot: int, params: SamplingParams) -> None:
-        """Set the state of a new request in its slot; ``check`` has looked at it."""
-        if params.custom:
-            self.states.begin(slot, [name for name, _ in params.custom])
 
     def step(self, edits: Sequence[str]) -> CustomEdits | None:
         """The edits of the user that a step makes; None for none."""
@@ -169,17 +160,8 @@ class EditStates:
                 for key, each in declared.items():
                     shape = num_slots, *each.of_slot(vocab_size)
                     self._tensors[key] = torch.full(shape, each.initial, dtype=each.dtype, device=device)
+            self.every = tuple(self._tensors.values())
             self._lent = {key: each.detach() for key, each in self._tensors.items()}  # whose gradients no step sees
-
-    @property
-    def every(self) -> tuple[Tensor, ...]:
-        """All of the tensors."""
-        return tuple(self._tensors.values())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the tensors on the device."""
-        return sum(each.nbytes for each in self.every)
 
     def names(self, edit: str) -> tuple[str, ...]:
         """The names of the tensors of an edit."""

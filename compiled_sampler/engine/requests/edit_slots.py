@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -12,23 +13,22 @@ from torch import Tensor
 
 from compiled_sampler.edits import EDIT_SPECS, LIST_SPECS
 from compiled_sampler.edits.allowed_token_ids import ALLOWED_TOKEN_IDS
-from compiled_sampler.edits.edit_spec import PROMPT_LEN, Column, EditSizes, EditSpec
-from compiled_sampler.edits.history import READS_HISTORY, UNWRITTEN
+from compiled_sampler.edits.edit_spec import PROMPT_LEN, Column, EditSizes, EditSpec, SlotRow
+from compiled_sampler.edits.history import READS_HISTORY, TOKEN, UNWRITTEN, History, HistoryRows
 from compiled_sampler.edits.min_tokens import STOPS, StopLists
 from compiled_sampler.edits.names import CONSUMES, LEAVES, MASK, RESTORE, RESTORES, SILENT, reading
-from compiled_sampler.edits.recording import entries_of
-from compiled_sampler.edits.tables import CustomTables, EditInputs, EditTables, NoiseInputs, RowFilters
+from compiled_sampler.edits.recording import entries_of, recorded, write_record
+from compiled_sampler.edits.tables import EditInputs, EditTables, NoiseInputs, RowFilters
 from compiled_sampler.edits.watermark import WATERMARK
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
-from compiled_sampler.engine.requests.edit_layout import RowLayout, check_fits
-from compiled_sampler.engine.requests.history import TokenHistory
-from compiled_sampler.engine.requests.uploads import LEAST_ENTRIES, send_rows, sent
+from compiled_sampler.engine.requests.uploads import ARRAY_DTYPES, LEAST_ENTRIES, send_rows, sent
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import check_choice, checked_int
 from graph_cache import part_of
 
 _NEUTRAL = SamplingParams(seed=0)
+_AT_ONCE = 64  # tokens of one request that are recorded together; work grows with their square
 
 
 class EditSlots:
@@ -45,7 +45,14 @@ class EditSlots:
     ) -> None:
         self.custom = custom
         self._shape, self._sizes, self._device = (num_slots, vocab_size), sizes, device
-        self._history_len, self._layout = history_len, RowLayout(sizes, vocab_size)
+        self._history_len = history_len
+        self._custom_numbers = Column(
+            lambda params, row: custom.numbers_of(params),
+            off=None,
+            dtype=torch.int64,
+            shape=lambda sizes, vocab_size: (custom.num_columns,),
+        )
+        self._layout = RowLayout(sizes, vocab_size, [self._custom_numbers] if custom.names else [])
         self._rows: Tensor | None = None
         self._history: TokenHistory | None = None
         self._pending: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
@@ -55,8 +62,9 @@ class EditSlots:
     @property
     def num_bytes(self) -> int:
         """Bytes of the tables, the history and the state of the user's edits on the device."""
-        rows = self.custom.states.num_bytes + (0 if self._rows is None else self._rows.nbytes)
-        return rows + (0 if self._history is None else self._history.num_bytes)
+        history = () if self._history is None else (self._history.table.entries,)
+        rows = () if self._rows is None else (self._rows,)
+        return sum(tensor.nbytes for tensor in (*rows, *history, *self.custom.states.every))
 
     def checked(self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]) -> tuple[str, ...]:
         """The names of the edits of a request that can be added."""
@@ -86,16 +94,16 @@ class EditSlots:
         """
         if not edits:
             if slot in self._edited:
-                self._pending[slot] = self._row(_NEUTRAL, (), 0, False), None
+                self._pending[slot] = self._layout.row_of(_NEUTRAL, (), 0, False), None
                 self._edited.discard(slot)
             return
         self._edited.add(slot)
         begins = bool(reading(edits))
-        row = self._row(params, edits, len(prompt), begins)
+        row = self._layout.row_of(params, edits, len(prompt), begins)
         text = self._without_foreign((*prompt, *output)) if begins else ()
         entries = entries_of(text, len(prompt), self._history_len) if begins else None
         self._pending[slot] = row, entries
-        self.custom.begin(slot, params)
+        self.custom.states.begin(slot, [name for name, _ in params.custom])
 
     def served(self, names: Collection[str]) -> tuple[str, ...]:
         """The edits of requests among the names of a caller, in their order, with what these need besides.
@@ -150,9 +158,9 @@ class EditSlots:
 
     @property
     def rows(self) -> Tensor:
-        """int32 ``[max(S, 2), n]``, the edits of every slot on the device: ``RowLayout.num_words``, then the user's."""
+        """int32 ``[max(S, 2), num_words]``, the edits of every slot on the device."""
         if self._rows is None:
-            neutral = self._row(_NEUTRAL, (), 0, False)
+            neutral = self._layout.row_of(_NEUTRAL, (), 0, False)
             with torch.inference_mode(False):
                 self._rows = sent(neutral, self._device).repeat(max(self._shape[0], LEAST_ENTRIES), 1)
         return self._rows
@@ -176,28 +184,16 @@ class EditSlots:
         leave = RESTORE if RESTORES in edits else CONSUMES in edits
         return EditInputs(tables, given.get(MASK), leave, custom, of_custom)
 
-    def _row(self, params: SamplingParams, edits: Sequence[str], prompt_len: int, reads_history: bool) -> np.ndarray:
-        """The row of a request with these edits, int32."""
-        row = self._layout.row_of(params, edits, prompt_len, reads_history)
-        numbers = self.custom.numbers_of(params)
-        if not len(numbers):
-            return row
-        made: np.ndarray = np.concatenate([row, numbers.view(np.int32)])
-        return made
-
     def _new_tables(self, edits: tuple[str, ...], processed_scale: Tensor) -> EditTables:
+        is_custom = not {*self.custom.names}.isdisjoint(edits)
         filters = [self._table(spec) for spec in EDIT_SPECS if spec.kind == "filter" and spec.name in edits]
         return EditTables(
             allowed=self._table(ALLOWED_TOKEN_IDS) if ALLOWED_TOKEN_IDS.name in edits else None,
             lists=tuple(self._table(spec) for spec in LIST_SPECS if spec.name in edits),
             history=self.history.table if reading(edits) else None,
-            custom=self._custom(edits) if set(edits) & {*self.custom.names} else None,
+            custom=self.custom.tables(edits, self._column(self._custom_numbers)) if is_custom else None,
             filters=RowFilters(processed_scale, tuple(filters)) if filters else None,
         )
-
-    def _custom(self, edits: tuple[str, ...]) -> CustomTables:
-        columns = self._part(self._layout.num_words, (self.custom.num_columns,), torch.int64)
-        return self.custom.tables(edits, columns)
 
     def noise(self, edits: Sequence[str]) -> NoiseInputs | None:
         """What keys the noise of a step with these edits; None where it is the position."""
@@ -219,15 +215,100 @@ class EditSlots:
         return spec.table(**{name: self._column(column) for name, column in spec.columns.items()})
 
     def _column(self, column: Column) -> Tensor:
-        return self._part(self._layout.starts[column], self._layout.shapes[column], column.dtype)
-
-    def _part(self, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A part of all rows, ``[S, *shape]``, of a dtype of 4 or 8 bytes."""
-        rows = self.rows
+        """The numbers of all slots in a column, ``[S, *shape]``."""
+        rows, shape, dtype = self.rows, self._layout.shapes[column], column.dtype
         strides = (
             rows.shape[1] * rows.itemsize // dtype.itemsize,
             *(() if len(shape) < 2 else (shape[1],)),
             *((1,) if shape else ()),
         )
         with torch.inference_mode(False):
-            return part_of(rows, dtype, start, (rows.shape[0], *shape), strides)
+            return part_of(rows, dtype, self._layout.starts[column], (rows.shape[0], *shape), strides)
+
+
+_ALIGNED = 16  # words; kernels clone what is not aligned
+
+
+def checked_sizes(sizes: EditSizes | None) -> EditSizes:
+    """The sizes that a caller gave, or the default."""
+    if sizes is not None and not isinstance(sizes, EditSizes):
+        raise TypeError(f"edit_sizes must be EditSizes, got {type(sizes).__name__}; EditSizes(biases=...)")
+    return sizes or EditSizes()
+
+
+def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> None:
+    """Raise unless the edits of a request have room in a row, and ask nothing of ids that the vocabulary lacks."""
+    for spec in EDIT_SPECS:
+        if spec.wanted(params):
+            spec.check_fits(params, sizes, vocab_size)
+
+
+class RowLayout:
+    """The columns of a slot's row: first single numbers, the smaller before the larger, then lists, each aligned."""
+
+    def __init__(self, sizes: EditSizes, vocab_size: int, further: Sequence[Column] = ()) -> None:
+        self._sizes, self._vocab_size = sizes, vocab_size
+        declared = (column for spec in EDIT_SPECS for column in spec.columns.values())
+        columns = list(dict.fromkeys((*declared, *further)))
+        self.shapes = {column: column.shape(sizes, vocab_size) for column in columns}
+        self.starts, end = dict[Column, int](), 0
+        for column in sorted(columns, key=lambda column: (self.shapes[column] != (), column.dtype.itemsize)):
+            words = column.dtype.itemsize // torch.int32.itemsize
+            aligned = _ALIGNED if self.shapes[column] else words
+            start = -(-end // aligned) * aligned
+            self.starts[column], end = start, start + words * math.prod(self.shapes[column])
+        self.num_words = -(-end // _ALIGNED) * _ALIGNED
+        self._without_edits = np.zeros(self.num_words, np.int32)
+        for column in columns:
+            self._part(self._without_edits, column)[...] = column.off or 0
+        self._of_every = [column for column in columns if column.off is None]
+
+    def row_of(self, params: SamplingParams, edits: Sequence[str], prompt_len: int, reads_history: bool) -> np.ndarray:
+        """The row of a request with these edits, int32 ``[num_words]``; ``check_fits`` has looked at it."""
+        row = self._without_edits.copy()
+        slot_row = SlotRow(prompt_len, reads_history, self._sizes, self._vocab_size)
+        used = (column for spec in EDIT_SPECS if spec.name in edits for column in spec.columns.values())
+        numbers = {dtype: row.view(ARRAY_DTYPES[dtype]) for dtype in {column.dtype for column in self.shapes}}
+        for column in dict.fromkeys((*self._of_every, *used)):
+            value = column.value(params, slot_row)
+            if self.shapes[column]:
+                values = np.asarray(value)
+                self._part(row, column)[tuple(map(slice, values.shape))] = values
+            else:
+                numbers[column.dtype][self.starts[column] * torch.int32.itemsize // column.dtype.itemsize] = value
+        return row
+
+    def _part(self, row: np.ndarray, column: Column) -> np.ndarray:
+        """The numbers of a column in a row, which share its memory."""
+        shape, words = self.shapes[column], column.dtype.itemsize // torch.int32.itemsize
+        start = self.starts[column]
+        return row[start : start + words * math.prod(shape)].view(ARRAY_DTYPES[column.dtype]).reshape(shape)
+
+
+class TokenHistory:
+    """A history of one size, which steps read and write in place."""
+
+    def __init__(self, num_slots: int, length: int, prompt_lens: Tensor, is_read: Tensor, device: torch.device) -> None:
+        # prompt_lens and is_read, int32 [S], are written by the owner.
+        with torch.inference_mode(False):
+            entries = sent(entries_of((), 0, length), device).repeat(num_slots + 1, 1, 1)
+        # entries [S + 1, 3, L]; the last slot takes what padding writes
+        self.table = History(entries, prompt_lens, is_read)
+
+    @property
+    def memory(self) -> tuple[History, HistoryRows]:
+        """The history to read, and its numbers in one row to write: the same memory."""
+        return self.table, HistoryRows(*4 * (self.table.entries.view(-1),))
+
+    def begin(self, entries: Mapping[int, np.ndarray]) -> None:
+        """Send the histories of requests, int32 ``[3, L]`` by slot, on the current stream and without a wait."""
+        send_rows(entries, self.table.entries)
+
+    def replace(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
+        """Write tokens of one request, and forget what stands behind them."""
+        for first in range(0, len(token_ids), _AT_ONCE):
+            part = token_ids[first : first + _AT_ONCE]
+            numbers = sent(np.array([slot, position + first, len(part), *part], np.int64), self.table.entries.device)
+            history, rows = self.memory
+            write_record(rows, recorded(numbers[:1], numbers[1:2], numbers[None, 3:], numbers[2:3], history))
+        self.table.entries[slot, TOKEN, position + len(token_ids) :] = UNWRITTEN

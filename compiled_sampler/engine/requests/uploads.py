@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.engine.boundary.arguments import is_capturing
+from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from graph_cache import HostMirror, part_of, tensor_of
 
 LEAST_ENTRIES = 2
@@ -21,7 +22,7 @@ LEAST_ENTRIES = 2
 _OF_REQUESTS = torch.int64, torch.int64  # seed and needs
 _OF_KINDS = (torch.float32, torch.int32, torch.int64, torch.float64, torch.float32, torch.float32)
 _DTYPES = (*_OF_REQUESTS, *_OF_KINDS)  # the last is of processed_scale
-_ARRAY_DTYPES = {dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES}
+ARRAY_DTYPES = {dtype: torch.empty(0, dtype=dtype, device="cpu").numpy().dtype for dtype in _DTYPES}
 _WORD_BYTES = 4
 _LONGEST_WAIT = 10.0  # seconds
 _SLAB_SIZE = 1 << 17  # 1 MiB: plans of 256 rows take a new one after 512 of them
@@ -34,14 +35,13 @@ class StagedTable:
         # ``steps_are_replays``: the last step that was chosen is one; a replay uploads what changed itself
         self.mirror, self.steps_are_replays = mirror, False
         self._columns: list[Any] = []
-        self._rests: list[object] = [None] * num_slots  # what each slot has behind its needs, once it was written
         columns, first = [], mirror.take(0)
         self._words = first, first + self.num_words(num_slots)
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
             for dtype, value in zip(_DTYPES, entry, strict=True):
                 size = num_slots * dtype.itemsize // _WORD_BYTES
                 start = mirror.take(size)
-                column = mirror.here[start : start + size].view(_ARRAY_DTYPES[dtype])
+                column = mirror.here[start : start + size].view(ARRAY_DTYPES[dtype])
                 column[:] = value
                 self._columns.append(column.data)  # the same memory, whose entries are set in half the time
                 columns.append(part_of(mirror.there, dtype, start, (num_slots,), (1,)))
@@ -55,22 +55,13 @@ class StagedTable:
         """The words that it takes of a mirror."""
         return sum(HostMirror.aligned(num_slots * dtype.itemsize // _WORD_BYTES) for dtype in _DTYPES)
 
-    def refusing(self, unserved: int) -> SlotTable:
-        """The table for steps that do not serve some needs, given as bits, in a new tensor."""
-        with torch.inference_mode(False):
-            return self.table._replace(unserved=torch.full_like(self.table.unserved, unserved))
-
     def write(self, slot: int, seed: int, needs: int, rest: tuple[float | int, ...]) -> None:
         """Write an entry on the host, which the next step brings to the device, or ``mirror.upload`` before."""
         seeds, all_needs, *columns = self._columns
         self.mirror.note(*self._words)  # also where what follows is interrupted
         seeds[slot], all_needs[slot] = seed, needs
-        # the very tuple that the slot has is not written again
-        if self._rests[slot] is not rest:
-            self._rests[slot] = None  # until all of it is written
-            for column, value in zip(columns, rest, strict=True):
-                column[slot] = value
-            self._rests[slot] = rest
+        for column, value in zip(columns, rest, strict=True):
+            column[slot] = value
 
 
 def room(*sizes: int) -> int:
@@ -81,12 +72,9 @@ def room(*sizes: int) -> int:
 class Place(NamedTuple):
     """Device memory that a plan was promised, for a capture that is the first to need its numbers."""
 
-    reserve: DeviceReserve
-    """Whose stream and pinned memory bring the numbers."""
-    slab: Tensor
-    """int64, shared with other plans."""
-    start: int
-    """The first number of the plan."""
+    reserve: DeviceReserve  # whose stream and pinned memory bring the numbers
+    slab: Tensor  # int64, shared with other plans
+    start: int  # the first number of the plan
 
     def filled(self, numbers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Numbers of the host, one after the other, on the device, without a node in the graph that is captured."""
@@ -204,3 +192,46 @@ def sent(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 def _sent(here: Tensor, device: torch.device) -> Tensor:
     return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
+
+
+_MOST_KEPT = 64  # tensors of ids that no captured step reads
+
+
+class LogprobTables:
+    """The inputs of logprobs on the device."""
+
+    def __init__(self, processed_scale: Tensor) -> None:
+        # processed_scale, float32 [S], see LogprobInputs
+        self.processed_scale, self._device = processed_scale, processed_scale.device
+        self._captured: dict[Logprobs, Tensor] = {}
+        self._others: dict[tuple[Logprobs, int], Tensor] = {}
+
+    def keep(self, every: Iterable[Logprobs], rows: int) -> None:
+        """Put the ids of ``every`` on the device for up to ``rows`` rows, where captured steps may read them."""
+        for wanted in every:
+            if wanted.token_ids is not None:
+                self._captured[wanted] = self._sent(wanted.token_ids, rows)
+
+    def inputs(self, wanted: Logprobs | None, rows: int) -> LogprobInputs | None:
+        """What a step of so many rows of logits reads; None if it is asked for no logprobs."""
+        return None if wanted is None else LogprobInputs(wanted, self._given(wanted, rows), self.processed_scale)
+
+    def _given(self, wanted: Logprobs, rows: int) -> Tensor | None:
+        if wanted.token_ids is None:
+            return None
+        kept = self._captured.get(wanted)
+        if kept is not None and rows <= len(kept):
+            return kept[:rows]
+        if is_capturing(self._device):  # filled in the graph: its memory is the graph's, and nothing is sent
+            columns = (torch.full((rows,), each, device=self._device) for each in wanted.token_ids)
+            return torch.stack([*columns], 1)
+        if (wanted, rows) not in self._others:
+            if len(self._others) >= _MOST_KEPT:
+                self._others.clear()
+            self._others[wanted, rows] = self._sent(wanted.token_ids, rows)
+        return self._others[wanted, rows]
+
+    def _sent(self, token_ids: tuple[int, ...], rows: int) -> Tensor:
+        """Ids for each row, int64 ``[rows, n]``, without a wait for the device."""
+        with torch.inference_mode(False):
+            return sent(np.array(token_ids, np.int64), self._device).expand(rows, -1).contiguous()

@@ -97,44 +97,30 @@ class Rows(NamedTuple):
 class Filters(NamedTuple):
     """What a search takes besides, ``[R]``, from ``threshold_from_candidates`` and the rows' parameters."""
 
-    are_open: Tensor
-    """bool, ``Threshold.is_open``."""
-    row_masses: Tensor
-    """int64; not read where no row has top-p."""
-    top_ps: Tensor
-    """float64."""
-    base_is_row: bool
-    """Whether the base of top-p is the mass of the whole row."""
+    are_open: Tensor  # bool, ``Threshold.is_open``
+    row_masses: Tensor  # int64; not read where no row has top-p
+    top_ps: Tensor  # float64
+    base_is_row: bool  # whether the base of top-p is the mass of the whole row
 
 
 class Race(NamedTuple):
     """What a race takes besides, ``[R]``, and its result."""
 
-    noise_masks: Tensor
-    """int32."""
-    min_ps: Tensor
-    """float32, base-2 logarithms."""
-    noise_keys: list[Tensor]
-    """Four of int32, the ``NoiseKeys``."""
-    part_winners: Tensor
-    """int64 ``[R, parts]``, packed (score key, id) of each part of a row."""
-    tiles: int
-    """Of a part."""
+    noise_masks: Tensor  # int32
+    min_ps: Tensor  # float32, base-2 logarithms
+    noise_keys: list[Tensor]  # four of int32, the ``NoiseKeys``
+    part_winners: Tensor  # int64 ``[R, parts]``, packed (score key, id) of each part of a row
+    tiles: int  # of a part
 
 
 class Search(NamedTuple):
     """What the kernels leave for each other, as ``records.py`` lays it out."""
 
-    found: Tensor
-    """int64 ``[R]``, thresholds or winners."""
-    brackets: Tensor
-    """int32 ``[R, BRACKET_FIELDS]``."""
-    sums: Tensor
-    """int64 ``[R, SUM_FIELDS]``."""
-    lists: Tensor
-    """int64 ``[R, list_stride(V)]``."""
-    open_rows: Tensor
-    """int32 ``[R + 1]``, how many rows are open, and which."""
+    found: Tensor  # int64 ``[R]``, thresholds or winners
+    brackets: Tensor  # int32 ``[R, BRACKET_FIELDS]``
+    sums: Tensor  # int64 ``[R, SUM_FIELDS]``
+    lists: Tensor  # int64 ``[R, list_stride(V)]``
+    open_rows: Tensor  # int32 ``[R + 1]``, how many rows are open, and which
 
 
 def empty_search(top_ks: Tensor, vocab_size: int) -> Search:

@@ -3,7 +3,6 @@
 In the docstrings here B is the number of rows of a batch, one a request.
 """
 
-from compiled_sampler.integrations.sglang.plugin import NAME, install
-from compiled_sampler.integrations.sglang.settings import VARIABLE
+from compiled_sampler.integrations.sglang.plugin import NAME, VARIABLE, install
 
 __all__ = ["NAME", "VARIABLE", "install"]

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import AssistedCandidateGenerator, PromptLookupCandidateGenerator
 
-from compiled_sampler.integrations.transformers import drafts, requests
-from compiled_sampler.integrations.transformers.sampling import Batch, Steps, draw_column, forward_of, sample
-from compiled_sampler.integrations.transformers.text import Record, Text, cache_of
+from compiled_sampler.integrations.transformers import requests
+from compiled_sampler.integrations.transformers.sampling import (
+    Batch,
+    Record,
+    Steps,
+    Text,
+    cache_of,
+    draw_column,
+    forward_of,
+    sample,
+)
+
+MOST_KNOWN = 8  # tokens of a sequence that may wait for the others of its batch before nothing more is drafted for it
+
+Generator = Any
+Make = Callable[[Tensor, int], Generator]  # a candidate generator for a text int64 ``[1, T]`` of at most so many tokens
 
 
 @torch.no_grad()
@@ -68,7 +84,8 @@ def seeded_assisted(
     with batch.steps(outputs.logits) as steps, model._optimize_model_for_decode():
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         draw_column(steps, text, record, outputs)
-        drawing = {"custom_generate": sample, "sampler_backend": sampler_backend, "vocab_size": steps.vocab_size}
+        drawing = {"custom_generate": sample, "sampler_backend": sampler_backend}
+        drawing["vocab_size"] = steps.sampler.vocab_size
         make = _maker(generation_config, assistant_model, drawing)
         passes = _Passes(model, forward, steps, text, record)
         passes.begin(batch, generation_config.max_length - input_ids.shape[1], make)
@@ -83,14 +100,14 @@ class _Passes:
 
     def __init__(self, model: Any, forward: Callable[..., Any], steps: Steps, text: Text, record: Record) -> None:
         self._model, self._forward, self._steps, self._text, self._record = model, forward, steps, text, record
-        self._drafters: list[drafts.Drafter] = []
+        self._drafters: list[Drafter] = []
 
-    def begin(self, batch: Batch, most_new: int, make: Callable[[int | None], drafts.Make]) -> None:
+    def begin(self, batch: Batch, most_new: int, make: Callable[[int | None], Make]) -> None:
         """Make a drafter for every sequence, behind its first token."""
         first = self._text.token_ids[:, -1].tolist()
         for prompt, token, seed in zip(batch.prompts, first, self._steps.seeds, strict=True):
             most, device = len(prompt) + most_new, self._text.token_ids.device
-            self._drafters.append(drafts.Drafter([*prompt, token], most, make(seed), self._steps.vocab_size, device))
+            self._drafters.append(Drafter([*prompt, token], most, make(seed), self._steps.sampler.vocab_size, device))
 
     def advance(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Draft, verify, and take what every sequence has; the arguments of the next pass."""
@@ -140,12 +157,10 @@ def _candidates(token_ids: Tensor, proposals: list[list[int]], width: int) -> Te
     return torch.cat([token_ids, drafted], -1)
 
 
-def _maker(
-    generation_config: Any, assistant_model: Any, drawing: dict[str, Any]
-) -> Callable[[int | None], drafts.Make]:
+def _maker(generation_config: Any, assistant_model: Any, drawing: dict[str, Any]) -> Callable[[int | None], Make]:
     if assistant_model is None:
-        return lambda seed: drafts.prompt_lookup(generation_config)
-    return lambda seed: drafts.assistant(assistant_model, generation_config, {**drawing, "seeds": [seed]})
+        return lambda seed: prompt_lookup(generation_config)
+    return lambda seed: assistant(assistant_model, generation_config, {**drawing, "seeds": [seed]})
 
 
 def _check_assisted(generation_config: Any, assistant_model: Any, synced_gpus: bool, model_kwargs: Any) -> None:
@@ -171,3 +186,68 @@ def _begin_recording(cache: Any) -> None:
             f"the cache must be one that can be cropped, got {type(cache).__name__}; use custom_generate=sample"
         )
     cache.activate_past_recording()
+
+
+class Drafter:
+    """Drafts for one sequence. Its text is what was emitted for it, also where the batch has not taken all of it."""
+
+    def __init__(self, prompt: list[int], most: int, make: Make, vocab_size: int, device: torch.device) -> None:
+        self._text, self._taken, self._most = list(prompt), len(prompt), most
+        self._make, self._vocab_size, self._device = make, vocab_size, device
+        self._generator: Generator = None
+        self._num_known = self._num_candidates = 0
+
+    def propose(self) -> list[int]:
+        """What was emitted and not taken yet, and behind it what the generator thinks will follow."""
+        known = self._text[self._taken :]
+        candidates = [] if len(known) > MOST_KNOWN or len(self._text) >= self._most - 1 else self._candidates()
+        self._num_known, self._num_candidates = len(known), len(candidates)
+        return (known + candidates)[: self._most - self._taken - 1]
+
+    def learn(self, emitted: list[int], logits: Tensor) -> None:
+        """Keep what was emitted behind the tokens that were taken, and tell the generator how it did."""
+        self._text = self._text[: self._taken] + emitted
+        if self._num_candidates:
+            matches = min(max(0, len(emitted) - 1 - self._num_known), self._num_candidates)
+            scores = logits[None, self._num_known :]
+            self._generator.update_candidate_strategy(self._ids(), scores, matches)
+
+    def take(self, count: int) -> None:
+        """The batch takes so many of the tokens that were emitted."""
+        self._taken += count
+
+    def _candidates(self) -> list[int]:
+        if self._generator is None:
+            self._generator = self._make(self._ids(), self._most)
+        # The embedding may not have an id that the target cannot draw.
+        found: list[int] = self._generator.get_candidates(self._ids())[0][0].tolist()
+        return list(takewhile(lambda token: token < self._vocab_size, found[len(self._text) :]))
+
+    def _ids(self) -> Tensor:
+        return torch.tensor([self._text], device=self._device)
+
+
+def prompt_lookup(generation_config: Any) -> Make:
+    """Candidates that followed the last tokens before, in the text itself."""
+
+    def made(input_ids: Tensor, most: int) -> Generator:
+        return PromptLookupCandidateGenerator(
+            eos_token_id=generation_config._eos_token_tensor,
+            num_output_tokens=generation_config.prompt_lookup_num_tokens,
+            max_matching_ngram_size=generation_config.max_matching_ngram_size or 2,
+            max_length=most,
+        )
+
+    return made
+
+
+def assistant(assistant_model: Any, generation_config: Any, drawing: dict[str, Any]) -> Make:
+    """Candidates of a smaller model, drawn on the noise of the sequence, so it proposes what the target will draw."""
+
+    def made(input_ids: Tensor, most: int) -> Generator:
+        config = copy.copy(generation_config)
+        config.max_length = most
+        given = {"attention_mask": torch.ones_like(input_ids), **drawing}  # for ``generate`` of the assistant
+        return AssistedCandidateGenerator(input_ids, assistant_model, config, given)
+
+    return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers.generation import logits_process
 
 from compiled_sampler.params import SamplingParams
 
-_OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
+OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
     "TemperatureLogitsWarper": lambda each: {"temperature": each.temperature},
     "TopKLogitsWarper": lambda each: {"top_k": each.top_k},
     "TopPLogitsWarper": lambda each: {"top_p": each.top_p},
@@ -64,11 +64,16 @@ def parameters(
     positions: Sequence[int],
 ) -> tuple[list[SamplingParams], LogitsProcessorList]:
     """The parameters of each sequence, and the processors that stay as they are and run before the sampler's edits."""
-    config, others = _with_own(generation_config, processors)
+    # Biases that a caller gives in a processor, not in the config, run as they are.
+    names = OWN.keys() - ({"SequenceBiasLogitsProcessor"} if generation_config.sequence_bias is None else set())
+    fields, others = sorted_processors(processors, names)
+    config = copy.copy(generation_config)
+    for field, value in fields.items():
+        setattr(config, field, value)
     config.stop_strings = config.num_return_sequences = None  # are a criterion of generate, and rows of input_ids
     made = [SamplingParams.from_generation_config(config, prompt_len=length) for length in positions]
     given = _checked_seeds(seeds, len(positions))
-    return [_with_seed(each, seed) for each, seed in zip(made, given, strict=True)], others
+    return [_with_seed(each, seed) for each, seed in zip(made, given, strict=True)], LogitsProcessorList(others)
 
 
 def check_loop(model: Any, generation_config: Any, drafts_are_known: bool) -> None:
@@ -105,27 +110,19 @@ def _checked_seeds(seeds: Sequence[int | None] | None, count: int) -> Sequence[i
     return seeds
 
 
-def _with_own(generation_config: Any, processors: LogitsProcessorList) -> tuple[Any, LogitsProcessorList]:
-    """The config with what the sampler's own processors hold, and the other processors."""
-    config, others, seen = copy.copy(generation_config), LogitsProcessorList(), set[str]()
-    for each in processors:
-        name = type(each).__name__
-        if not _is_own(each, generation_config):
-            others.append(each)
+def sorted_processors(processors: Sequence[Any], names: Collection[str]) -> tuple[dict[str, Any], list[Any]]:
+    """The fields that processors of some names of ``OWN`` stand for, and the other processors."""
+    fields, others, seen = dict[str, Any](), list[Any](), set[str]()
+    for processor in processors:
+        name = type(processor).__name__
+        if name not in names or type(processor) is not getattr(logits_process, name):
+            others.append(processor)
             continue
         if name in seen:
             raise ValueError(f"logits_processor must have one {name}, got two; set its field in generate alone")
         seen.add(name)
-        for field, value in _OWN[name](each).items():
-            setattr(config, field, value)
-    return config, others
-
-
-def _is_own(processor: Any, generation_config: Any) -> bool:
-    """Whether the sampler does the work of a processor. Biases that a caller gives run as they are."""
-    name = type(processor).__name__
-    is_known = name in _OWN and type(processor) is getattr(logits_process, name)
-    return is_known and (name != "SequenceBiasLogitsProcessor" or generation_config.sequence_bias is not None)
+        fields |= OWN[name](processor)
+    return fields, others
 
 
 def _with_seed(params: SamplingParams, seed: int | None) -> SamplingParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.utils import ALL_CACHE_NAMES
 
 from compiled_sampler.batch import VerifyOutputs
-from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.integrations.sampler_pool import SamplerForm, SamplerPool
 from compiled_sampler.integrations.transformers import requests
-from compiled_sampler.integrations.transformers.text import Record, Text
 
 _POOL = SamplerPool()
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -142,8 +143,8 @@ class Batch:
         params = [each.for_vocab(most) for each in self.params]
         dtype = torch.float32 if self.processors or logits.dtype not in _DTYPES else logits.dtype
         form = SamplerForm.for_requests(params, most, dtype, self.positions.device, self.backend, self.longest)
-        with _POOL.holding(form, params, self.prompts) as held:
-            yield Steps(held.sampler, held.slots, self.positions, self.processors)
+        with _POOL.holding(form, params, self.prompts) as (sampler, slots):
+            yield Steps(sampler, slots, self.positions, self.processors)
 
 
 class Steps:
@@ -153,11 +154,6 @@ class Steps:
         self.sampler, self.slots, self._processors = sampler, slots, processors
         self.positions = positions  # int64 ``[B]``, of the next token of each
 
-    @property
-    def plan(self) -> Plan:
-        """The plan of one token for every sequence."""
-        return self.sampler.plan(self.slots)
-
     def prepared(self, token_ids: Tensor, logits: Tensor) -> Tensor:
         """Logits ``[B, V]`` of the sampler's dtype and device, behind the processors that are not the sampler's."""
         row = logits.to(self.sampler.device, self.sampler.logits_dtype, copy=bool(self._processors))
@@ -165,18 +161,13 @@ class Steps:
 
     def log_law(self, logits: Tensor) -> Tensor:
         """Logarithms of the law that the next tokens are drawn from, float32 ``[B, V]``."""
-        return self.sampler.probs(self.plan, logits, positions=self.positions).log()
+        return self.sampler.probs(self.sampler.plan(self.slots), logits, positions=self.positions).log()
 
     def drawn(self, logits: Tensor) -> Tensor:
         """The next token of every sequence, int64 ``[B]``, -1 where all are masked; positions move on by one."""
-        token_ids = self.sampler.sample(self.plan, logits, positions=self.positions).token_ids
+        token_ids = self.sampler.sample(self.sampler.plan(self.slots), logits, positions=self.positions).token_ids
         self.positions = self.positions + 1
         return token_ids
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the ids that can be drawn."""
-        return self.sampler.vocab_size
 
     @property
     def seeds(self) -> list[int | None]:
@@ -210,3 +201,81 @@ def _columns(rows: Tensor, counts: list[int], first_rows: Sequence[int]) -> list
     """Rows of sequences one after the other as columns ``[B, V]``; the last row repeats where a sequence has fewer."""
     pairs = list(zip(first_rows, counts, strict=True))
     return [rows[[first + min(k, count) for first, count in pairs]] for k in range(max(counts) + 1)]
+
+
+class Text:
+    """Token ids that grow by one column at a time, until the stopping criteria end every sequence."""
+
+    def __init__(
+        self, input_ids: Tensor, stopping_criteria: StoppingCriteriaList, pad_token_id: Tensor | None, streamer: Any
+    ) -> None:
+        self.token_ids, self._criteria, self._streamer = input_ids, stopping_criteria, streamer
+        self.unfinished = torch.ones(len(input_ids), dtype=torch.int64, device=input_ids.device)  # 1: goes on
+        self.is_finished = False
+        # Sequences that ended get padding; without an eos token they are drawn on.
+        self.pads = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
+        self._pad = input_ids.new_zeros(()) if pad_token_id is None else pad_token_id.to(input_ids.device)
+
+    def append(self, token_ids: Tensor, scores: Any) -> None:
+        """Add a token to every sequence, in the order of transformers: padding, the text, criteria, the streamer."""
+        if self.pads:
+            token_ids = torch.where(self.unfinished.bool(), token_ids, self._pad)
+        lowest = token_ids.amin()
+        self.token_ids = torch.cat([self.token_ids, token_ids[:, None]], -1)
+        self.unfinished = self.unfinished & ~self._criteria(self.token_ids, scores)
+        first, alive = torch.stack([lowest, self.unfinished.amax()]).tolist()  # one wait for both
+        if first < 0:
+            raise RuntimeError("each row of logits must have a token to draw, got one whose tokens are all masked")
+        self.is_finished = alive == 0
+        if self._streamer is not None:
+            self._streamer.put(token_ids.cpu())
+
+    def alive(self) -> list[bool]:
+        """Whether each sequence still needs tokens: those that ended get padding if there is an eos token."""
+        return [bool(each) for each in self.unfinished.tolist()] if self.pads else [True] * len(self.unfinished)
+
+    def end(self) -> None:
+        """Tell the streamer that nothing follows."""
+        if self._streamer is not None:
+            self._streamer.end()
+
+
+class Record:
+    """What ``generate`` returns beside the sequences, a tuple with an entry for each token."""
+
+    def __init__(self, generation_config: Any) -> None:
+        self._returns_dict = bool(generation_config.return_dict_in_generate)
+        names = {"scores": "output_scores", "logits": "output_logits"}
+        names |= {"attentions": "output_attentions", "hidden_states": "output_hidden_states"}
+        wanted = {name for name, field in names.items() if self._returns_dict and getattr(generation_config, field)}
+        self._parts: dict[str, tuple[Any, ...] | None] = {name: () if name in wanted else None for name in names}
+
+    @property
+    def scores(self) -> tuple[Any, ...] | None:
+        """Log-probabilities float32 ``[B, V]`` of the law of each token, -inf for what a filter drops, if wanted."""
+        return self._parts["scores"]
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether scores are to be added."""
+        return self._parts["scores"] is not None
+
+    def add(self, **parts: Any) -> None:
+        """Add the entries of one token, of which those that are wanted are kept."""
+        for name, part in parts.items():
+            kept = self._parts[name]
+            if kept is not None:
+                self._parts[name] = (*kept, part.to(torch.float32, copy=True) if name == "logits" else part)
+
+    def result(self, token_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
+        """What ``generate`` returns: int64 ``[B, T]``, or a ``GenerateDecoderOnlyOutput`` with parts and cache."""
+        if not self._returns_dict:
+            return token_ids
+        fields = {each.name for each in dataclasses.fields(GenerateDecoderOnlyOutput)}
+        cache = {"cache" if "cache" in fields else "past_key_values": cache_of(model_kwargs)}
+        return GenerateDecoderOnlyOutput(sequences=token_ids, **self._parts, **cache)
+
+
+def cache_of(holder: Any) -> Any:
+    """The cache in keyword arguments or outputs of a model, under whichever name it has there; None without one."""
+    return next((holder[name] for name in ALL_CACHE_NAMES if holder.get(name) is not None), None)

@@ -2,72 +2,54 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
-from typing import Any
-
 import transformers
+
+from compiled_sampler.integrations.engine_interface import Find, Interface, Supported, check_supported
 
 OLDEST, NEWEST = "5.17", "5.24"
 """The versions that the tests passed with; a newer one is taken while it has what is called."""
 
-CALLED: dict[str, tuple[str, ...]] = {
-    "_prefill": ("input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
-    "prepare_inputs_for_generation": ("input_ids", "next_sequence_length"),
-    "_update_model_kwargs_for_generation": ("outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens"),
-    "_has_unfinished_sequences": ("this_peer_finished", "synced_gpus", "device"),
-    "_optimize_model_for_decode": (),
-    "_valid_auto_compile_criteria": ("model_kwargs", "generation_config"),
-}
-"""Methods of GenerationMixin that the loops call, with the parameters that they pass."""
+_MIXIN = "transformers:GenerationMixin"
+_RUNNER = "transformers.generation.continuous_batching.model_runner:ModelRunner"
+_PROCESSORS = "transformers.generation.continuous_batching.cb_logits_processors:ContinuousBatchingLogitsProcessorList"
+# fmt: off
+CALLED = Interface(
+    passed={
+        f"{_MIXIN}._prefill": ("input_ids", "generation_config", "model_kwargs", "is_first_iteration"),
+        f"{_MIXIN}.prepare_inputs_for_generation": ("input_ids", "next_sequence_length"),
+        f"{_MIXIN}._update_model_kwargs_for_generation": (
+            "outputs", "model_kwargs", "is_encoder_decoder", "num_new_tokens",
+        ),
+        f"{_MIXIN}._has_unfinished_sequences": ("this_peer_finished", "synced_gpus", "device"),
+        f"{_MIXIN}._optimize_model_for_decode": (),
+        f"{_MIXIN}._valid_auto_compile_criteria": ("model_kwargs", "generation_config"),
+    }
+)
+"""What the loops call."""
 
-REPLACED: dict[str, dict[str, tuple[str, ...]]] = {
-    "ModelRunner": {
-        "__init__": ("logit_processor", "cb_config", "inputs_and_outputs", "cache", "do_sample", "return_logprobs"),
-        "_forward_process_and_sample": ("model", "batch_data", "carry_over_ids", "prev_output_ids", "output_ids"),
-        "_sample": ("scores", "output_ids"),
-    },
-    "ContinuousBatchingLogitsProcessorList": {
-        "__init__": ("logits_processor", "per_request_processors", "drop_unsupported_processors"),
-        "check_kwargs": ("kwargs",),
-        "fill_defaults": ("int32_tensor",),
-        "prepare_tensor_args": ("requests_in_batch", "arg_storage"),
-    },
-}
-"""Classes of continuous batching that ours stand for, with the methods and parameters that both must have."""
-
-_WAY_OUT = f"pip install 'transformers>={OLDEST},<={NEWEST}'"
-
-
-def check_version(version: str, mixin: Any) -> None:
-    """Raise ImportError unless the loops fit a version of transformers."""
-    if _numbers(version) < _numbers(OLDEST):
-        raise ImportError(f"transformers must be {OLDEST} or newer, got {version}; {_WAY_OUT}")
-    for name, passed in CALLED.items():
-        method = getattr(mixin, name, None)
-        if method is None or set(passed) - set(inspect.signature(method).parameters):
-            raise ImportError(
-                f"transformers must have GenerationMixin.{name}({', '.join(passed)}), got {version}, where it differs; "
-                f"{_WAY_OUT}"
-            )
+REPLACED = Interface(
+    passed={
+        f"{_RUNNER}.__init__": (
+            "logit_processor", "cb_config", "inputs_and_outputs", "cache", "do_sample", "return_logprobs",
+        ),
+        f"{_RUNNER}._forward_process_and_sample": (
+            "model", "batch_data", "carry_over_ids", "prev_output_ids", "output_ids",
+        ),
+        f"{_RUNNER}._sample": ("scores", "output_ids"),
+        f"{_PROCESSORS}.__init__": ("logits_processor", "per_request_processors", "drop_unsupported_processors"),
+        f"{_PROCESSORS}.check_kwargs": ("kwargs",),
+        f"{_PROCESSORS}.fill_defaults": ("int32_tensor",),
+        f"{_PROCESSORS}.prepare_tensor_args": ("requests_in_batch", "arg_storage"),
+    }
+)
+"""What the classes of continuous batching have that ours stand for."""
+# fmt: on
 
 
-def check_batching(version: str, classes: Mapping[str, Any]) -> None:
-    """Raise ImportError unless our runner and processors can stand for those of a version."""
-    for name, methods in REPLACED.items():
-        for method, passed in methods.items():
-            found = getattr(classes.get(name), method, None)
-            if found is None or set(passed) - set(inspect.signature(found).parameters):
-                raise ImportError(
-                    f"continuous batching must have {name}.{method}({', '.join(passed)}), got {version}, where it "
-                    f"differs; {_WAY_OUT}"
-                )
+def check_version(interface: Interface, version: str = transformers.__version__, find: Find | None = None) -> None:
+    """Raise ImportError unless a version of transformers has an interface."""
+    way_out = f"pip install 'transformers>={OLDEST},<={NEWEST}'"
+    check_supported(Supported("transformers", OLDEST, way_out, interface), version, find)
 
 
-def _numbers(version: str) -> tuple[int, int]:
-    """The first two numbers of a version."""
-    major, minor = version.split(".")[:2]
-    return int(major), int(minor)
-
-
-check_version(transformers.__version__, transformers.GenerationMixin)
+check_version(CALLED)

@@ -8,8 +8,8 @@ from typing import Any
 from compiled_sampler.edits import PARAMETERS
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.edits.names import reading
-from compiled_sampler.engine.requests.edit_layout import check_fits
-from compiled_sampler.integrations.request_seeds import seed_of
+from compiled_sampler.engine.requests.edit_slots import check_fits
+from compiled_sampler.integrations.engine_interface import seed_of
 from compiled_sampler.integrations.vllm.settings import Settings
 from compiled_sampler.params import SamplingParams
 

@@ -22,8 +22,7 @@ from compiled_sampler.edits.changes import take_back
 from compiled_sampler.edits.dry import without_repetitions
 from compiled_sampler.edits.min_tokens import without_stops
 from compiled_sampler.edits.penalties import write_penalties
-from compiled_sampler.edits.recording import record_drafts, record_draws, record_ends
-from compiled_sampler.edits.stops import cut_at_stop, with_finished
+from compiled_sampler.edits.recording import cut_at_stop, record_drafts, record_draws, record_ends, with_finished
 from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,
     draw_from_winners,

@@ -22,8 +22,7 @@ from compiled_sampler.edits.history import History
 from compiled_sampler.edits.masks import copied, masked
 from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.penalties import Penalties, write_penalties
-from compiled_sampler.edits.recording import entries_of, record_drafts, record_draws, record_ends
-from compiled_sampler.edits.stops import are_ends
+from compiled_sampler.edits.recording import are_ends, entries_of, record_drafts, record_draws, record_ends
 from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.lowering.comparison import outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages

@@ -17,7 +17,7 @@ from compiled_sampler import RowStatus, Sampler, SamplingParams
 from compiled_sampler.edits.dry import DRY, Dry, without_repetitions
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.edits.history import UNWRITTEN, History
-from compiled_sampler.engine.requests.edit_layout import RowLayout
+from compiled_sampler.engine.requests.edit_slots import RowLayout
 from tests.builders.edits import HISTORY, Request, V, edited_rows, edited_sampler
 from tests.oracles import oracle_edits
 

@@ -15,8 +15,14 @@ from compiled_sampler.core.stage import call
 from compiled_sampler.functional import probs as law_of
 from compiled_sampler.functional import sample, verify_from_probs
 from compiled_sampler.integrations import flashinfer
-from compiled_sampler.integrations.flashinfer import base_2_logits, keep_first, keep_nucleus, renormalised
-from compiled_sampler.integrations.flashinfer_noise import noise_of, seeds_of_rows
+from compiled_sampler.integrations.flashinfer import (
+    base_2_logits,
+    keep_first,
+    keep_nucleus,
+    noise_of,
+    renormalised,
+    seeds_of_rows,
+)
 from tests.oracles.goodness_of_fit import accept, chi_square, detects, independence
 
 V, ROWS, DRAWS = 12, 4, 16_000

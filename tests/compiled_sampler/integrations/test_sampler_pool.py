@@ -28,25 +28,25 @@ def test_sizes_are_powers_of_two_and_a_history_is_there_where_it_is_read() -> No
 
 def test_a_sampler_is_used_again_with_free_slots() -> None:
     pool, form = SamplerPool(), form_of(PLAIN)
-    with pool.holding(form, PLAIN, [[1], [2], [3]]) as first:
-        assert [first.sampler.request(slot).seed for slot in first.slots] == [1, 2, 3]
-    with pool.holding(form, PLAIN[:1], [[1]]) as second:
-        assert second.sampler is first.sampler
-        assert second.sampler.num_free_slots == 3
+    with pool.holding(form, PLAIN, [[1], [2], [3]]) as (first, slots):
+        assert [first.request(slot).seed for slot in slots] == [1, 2, 3]
+    with pool.holding(form, PLAIN[:1], [[1]]) as (second, _):
+        assert second is first
+        assert second.num_free_slots == 3
 
 
 def test_calls_at_one_time_do_not_share() -> None:
     pool, form, found = SamplerPool(), form_of(PLAIN), list[object]()
-    with pool.holding(form, PLAIN, [[], [], []]) as first:
+    with pool.holding(form, PLAIN, [[], [], []]) as (first, _):
 
         def other() -> None:
-            with pool.holding(form, PLAIN, [[], [], []]) as second:
-                found.append(second.sampler)
+            with pool.holding(form, PLAIN, [[], [], []]) as (second, _):
+                found.append(second)
 
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-    assert found[0] is not first.sampler
+    assert found[0] is not first
 
 
 def test_a_request_that_is_refused_leaves_no_slot_behind() -> None:
@@ -54,8 +54,8 @@ def test_a_request_that_is_refused_leaves_no_slot_behind() -> None:
     form = replace(form_of(params), history_len=0)
     with pytest.raises(ValueError, match="history_len"), pool.holding(form, params, [[], []]):
         pass
-    with pool.holding(form, params[:1], [[]]) as held:
-        assert held.sampler.num_free_slots == 1
+    with pool.holding(form, params[:1], [[]]) as (sampler, _):
+        assert sampler.num_free_slots == 1
 
 
 def test_few_idle_samplers_are_kept() -> None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.core.order import row_logits
-from compiled_sampler.edits import bad_words, bias, custom, masks, min_tokens, penalties, recording, stops, watermark
+from compiled_sampler.edits import bad_words, bias, custom, masks, min_tokens, penalties, recording, watermark
 from compiled_sampler.edits.names import CONSUMES, EDITS, RESTORES
 from compiled_sampler.edits.recording import DrawEnds
 from compiled_sampler.lowering import compiled_stages
@@ -116,7 +116,7 @@ def nothing_written(*tensors: Any, **static: Any) -> None:
 def ends_alone(*tensors: Any) -> DrawEnds:
     """The ends of draws, as a stage has them that records no draw."""
     *_, token_ids, status, lists = tensors
-    return DrawEnds(status, stops.are_ends(token_ids, status, tensors[2], lists))
+    return DrawEnds(status, recording.are_ends(token_ids, status, tensors[2], lists))
 
 
 def status_alone(*tensors: Any) -> Tensor:
@@ -153,8 +153,8 @@ IDLE: dict[str, dict[Callable[..., Any], Callable[..., Any]]] = {
     "bad_words": {bad_words.without_bad_words: partial(logits_of, bad_words.without_bad_words)},
     "watermark": {watermark.noise_positions: lambda slots, positions, *tables: positions.clone()},
     "stops": {
-        stops.with_finished: partial(without_entries, stops.with_finished),
-        stops.cut_at_stop: partial(without_entries, stops.cut_at_stop),
+        recording.with_finished: partial(without_entries, recording.with_finished),
+        recording.cut_at_stop: partial(without_entries, recording.cut_at_stop),
     },
     "top_n_sigma": {
         deviation.longest_kept: lambda sums, row_max, *rest: torch.full_like(row_max, torch.inf),

@@ -7,8 +7,7 @@ import torch
 
 from compiled_sampler.core import noise
 from compiled_sampler.selfcheck import __main__ as selfcheck
-from compiled_sampler.selfcheck.cases import LAYOUTS, QUICK, REQUESTS, WAYS, cases_of
-from compiled_sampler.selfcheck.inputs import bells, hashed, weighted
+from compiled_sampler.selfcheck.cases import LAYOUTS, QUICK, REQUESTS, WAYS, bells, cases_of, hashed, weighted
 
 HASHED = [4066844211, 2020154377, 2499848644, 912450916]
 BELLS = [-0.65625, -1.9375, 0.03125, -0.2265625]

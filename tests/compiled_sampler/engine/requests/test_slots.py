@@ -179,7 +179,7 @@ def test_a_slot_that_changes_hands_is_told_from_one_that_stays():
     assert not state.changed_since(state.epoch - 1, slots).any()
 
 
-@pytest.mark.parametrize("part", ["staged.write", "_edits.add", "_edits.custom.begin"])
+@pytest.mark.parametrize("part", ["staged.write", "_edits.add", "_edits.custom.states.begin"])
 def test_a_request_that_cannot_be_added_leaves_its_slot_free(part, monkeypatch):
     """Wherever it fails, here in the part that is named: the next one gets the slot, and nothing of the first."""
     sampler = Sampler(V, 2, backend="eager")

@@ -16,7 +16,7 @@ from compiled_sampler import (
     VerifyOutputs,
 )
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.engine.boundary.outputs import empty_outputs
+from compiled_sampler.engine.boundary.tensors import empty_outputs
 from compiled_sampler.logprobs import LAWS, layout_of_outputs
 from compiled_sampler.modes import RULES
 from tests.builders.edits import (

@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_sampler.integrations.engine_interface import differences, found
-from compiled_sampler.integrations.request_seeds import seed_of
-from compiled_sampler.integrations.sglang.settings import VARIABLE, from_text
-from compiled_sampler.integrations.sglang.versions import INTERFACE, OLDEST, check_version
+from compiled_sampler.integrations.engine_interface import differences, found, seed_of
+from compiled_sampler.integrations.sglang.plugin import INTERFACE, OLDEST, VARIABLE, check_version, from_text
 from tests.engines.published_engine import require_source, run_example, without
 from tests.engines.sglang_engine import TOP_K_ALL, engine
 from tools.engines.published_source import ROOT, unpacked_version

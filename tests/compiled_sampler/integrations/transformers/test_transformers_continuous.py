@@ -9,24 +9,27 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers
 from transformers.generation import LogitsProcessorList, TopKLogitsWarper
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching import continuous_api
 
 from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.integrations.request_seeds import seed_of
-from compiled_sampler.integrations.transformers import continuous_batching, versions
-from compiled_sampler.integrations.transformers.continuous_batching import generate_batch, installed
-from compiled_sampler.integrations.transformers.continuous_batching.processors import SeededProcessors
-from compiled_sampler.integrations.transformers.continuous_batching.runner import SeededRunner, drawn_positions
+from compiled_sampler.integrations.engine_interface import seed_of
+from compiled_sampler.integrations.transformers import continuous_batching
+from compiled_sampler.integrations.transformers.continuous_batching import (
+    SeededProcessors,
+    SeededRunner,
+    drawn_positions,
+    generate_batch,
+    installed,
+)
 from compiled_sampler.scalars import as_int64
 from tests.engines.tiny_models import LAWS, PROMPTS, SEEDS, batched, cache_of, config_of, generated, tiny_model
 
 pytestmark = pytest.mark.full
 
 ALL = range(len(PROMPTS))
-CLASSES = {name: getattr(continuous_api, name) for name in versions.REPLACED}
+CLASSES = {name: getattr(continuous_api, name) for name in ("ModelRunner", "ContinuousBatchingLogitsProcessorList")}
 
 
 @pytest.fixture(scope="module")
@@ -256,14 +259,3 @@ def test_installing_twice_and_within_a_block_leaves_what_was_there() -> None:
         assert continuous_api.ModelRunner is not outer
     assert continuous_api.ModelRunner is outer
     continuous_batching.uninstall()
-
-
-@pytest.mark.parametrize("name", versions.REPLACED)
-def test_a_version_without_something_that_is_replaced_is_refused(name: str) -> None:
-    versions.check_batching(transformers.__version__, CLASSES)
-    with pytest.raises(ImportError, match=f"must have {name}.__init__.*pip install"):
-        versions.check_batching("5.99.0", {**CLASSES, name: None})
-    for method in versions.REPLACED[name]:
-        other = type("Other", (CLASSES[name],), {method: lambda self: None})
-        with pytest.raises(ImportError, match=f"must have {name}.{method}"):
-            versions.check_batching("5.99.0", {**CLASSES, name: other})

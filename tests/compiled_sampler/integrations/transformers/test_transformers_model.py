@@ -9,11 +9,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from compiled_sampler.integrations.engine_interface import found
 from compiled_sampler.integrations.transformers import sample
-from compiled_sampler.integrations.transformers.versions import CALLED, check_version
+from compiled_sampler.integrations.transformers.versions import CALLED, REPLACED, check_version
+from tests.engines.published_engine import without
 from tools.model import corpus
 from tools.model.tokenizer import END_ID, Tokenizer
 from tools.model.transformer import Model
@@ -78,20 +79,23 @@ def test_the_examples_of_the_page_run() -> None:
 
 def test_a_version_with_everything_that_is_called_is_taken_and_an_older_one_refused_with_those_that_work() -> None:
     for version in ("5.17.0", "5.24.1", "5.25.0.dev0", "6.0"):
-        check_version(version, transformers.GenerationMixin)
+        check_version(CALLED, version)
     for version in ("4.57.1", "5.0.0", "5.16.3"):
         with pytest.raises(
             ImportError, match=r"must be 5.17 or newer, got .*; pip install 'transformers>=5.17,<=5.24'"
         ):
-            check_version(version, transformers.GenerationMixin)
+            check_version(CALLED, version)
 
 
-@pytest.mark.parametrize("name", CALLED)
-def test_a_newer_version_without_something_that_is_called_is_refused(name: str) -> None:
-    methods = {each: getattr(transformers.GenerationMixin, each) for each in CALLED}
-    lacking = type("Lacking", (), {key: value for key, value in methods.items() if key != name})
-    with pytest.raises(ImportError, match=f"must have GenerationMixin.{name}"):
-        check_version("5.99.0", lacking)
-    if CALLED[name]:
-        with pytest.raises(ImportError, match=f"must have GenerationMixin.{name}"):
-            check_version("5.99.0", type("Other", (), {**methods, name: lambda self: None}))
+@pytest.mark.parametrize("name", CALLED.passed | REPLACED.passed)
+def test_a_newer_version_without_something_that_is_called_or_replaced_is_refused(name: str) -> None:
+    interface = CALLED if name in CALLED.passed else REPLACED
+    with pytest.raises(ImportError, match=f"must have {re.escape(name)}, got 5.99.0.*pip install"):
+        check_version(interface, "5.99.0", without(name))
+
+    def without_parameters(asked: str) -> Any:
+        return (lambda: None) if asked == name else found(asked)
+
+    if interface.passed[name]:
+        with pytest.raises(ImportError, match=f"must have {re.escape(name)}, got 5.99.0"):
+            check_version(interface, "5.99.0", without_parameters)

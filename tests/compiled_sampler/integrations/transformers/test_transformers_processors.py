@@ -21,7 +21,7 @@ from transformers.generation import (
 )
 
 from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.request_formats.generation_config import KNOWN
+from compiled_sampler.request_formats import KNOWN
 
 pytestmark = pytest.mark.full
 

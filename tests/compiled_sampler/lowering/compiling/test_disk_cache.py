@@ -17,8 +17,7 @@ from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.edits.bias import write_biases
 from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.penalties import write_penalties
-from compiled_sampler.edits.recording import record_draws
-from compiled_sampler.edits.stops import cut_at_stop, with_finished
+from compiled_sampler.edits.recording import cut_at_stop, record_draws, with_finished
 from compiled_sampler.lowering.comparison import difference, outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.compiling import disk_cache, stage_code
