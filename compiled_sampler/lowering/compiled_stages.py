@@ -42,6 +42,7 @@ VARIABLE = "COMPILED_SAMPLER_KNOWN_ANSWERS"
 """The environment variable that is 1 where stages are compared with eager torch, also on a torch that is known."""
 
 _MOST_CALLS = 4096  # shapes of calls that are remembered
+_RUN_OF_EVERY_CHAIN = 2
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ class CompiledStages:
         """What runs a step and asks for its stages."""
         if kind not in self._steps and len(self._steps) >= _MOST_CALLS:
             self._steps.clear()
-        return self._steps.setdefault(kind, UncompiledStep(self)).begun()
+        return self._steps.setdefault(kind, UncompiledStep(self)).begun(takes_every_chain=self._asked is not None)
 
     def has_compiled(self, kind: Hashable) -> bool:
         """Whether all stages of a step are compiled."""
@@ -336,18 +337,19 @@ class UncompiledStep:
 
     def __init__(self, stages: CompiledStages) -> None:
         self._stages, self._keys, self._rows = stages, set[Hashable](), 0
-        self._num_runs, self._stays = 0, False
+        self._num_runs, self._takes_every_chain, self._knows_all, self._stays = 0, False, False, False
 
-    def begun(self) -> UncompiledStep:
-        """For the next run."""
+    def begun(self, *, takes_every_chain: bool = False) -> UncompiledStep:
+        """For the next run, which takes every chain if it is the second: the first token shall not wait for them."""
         self._num_runs += 1
+        self._takes_every_chain = takes_every_chain or self._num_runs == _RUN_OF_EVERY_CHAIN
+        self._knows_all |= self._takes_every_chain
         return self
 
     @property
     def is_compiled(self) -> bool:
         """Whether all stages that the step may call are compiled."""
-        is_known = self._num_runs > 0 and not self._stays
-        return is_known and all(map(self._stages.is_ready, self._keys))
+        return self._knows_all and not self._stays and all(map(self._stages.is_ready, self._keys))
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
         """A stage's results, after it is asked for."""
@@ -364,8 +366,8 @@ class UncompiledStep:
         return compiled(*tensors)
 
     def any_row(self, flags: Tensor) -> bool:
-        """``stage.any_row``; the first time every chain runs, so that all of its stages are asked for."""
-        return self._num_runs <= 1 or bool(flags.any())
+        """``stage.any_row``; in one run every chain is taken, so that all stages are asked for."""
+        return self._takes_every_chain or bool(flags.any())
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """The results of two chains, one after the other."""

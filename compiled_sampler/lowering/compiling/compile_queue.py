@@ -43,7 +43,7 @@ NO_PROCESS = f"no process compiles it, by {VARIABLE} or for want of GPU memory, 
 _MOST, _FEWEST_CORES = 12, 8
 _BYTES_EACH = 2**31  # of free GPU memory: a process holds a context and tensors of one stage
 _IDLE_SECONDS = 10.0  # after which a thread and its process end
-_HEAD_START_SECONDS = 0.1  # for the first draw: then imports want the GIL
+_HEAD_START_SECONDS = 0.3  # for the first draw: then imports want the GIL
 # of 5e-3: each operator of eager torch gives up the GIL, and waits so long for it; the slowest steps beside an import
 # take 85 ms instead of 320, of 27 alone
 _SWITCH_SECONDS = 1e-5
