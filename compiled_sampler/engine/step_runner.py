@@ -118,9 +118,9 @@ class StepRunner:
         is_exact = not plan.has_planned_slots  # another step might serve other requests
         step = step if is_exact else self._registered_for(step)
         if self.backend != "graph" or step.name not in self._registered:
-            kind = self._kind_of(step, {**plan.inputs(step.reads_counts, on_host=False), **tensors})
-            if self._stages is None or self._stages.has_compiled(kind):
-                return partial(self._run_directly, step, self._stages or call)
+            stages, of_step = self._stages, {**plan.inputs(step.reads_counts, on_host=False), **tensors}
+            if stages is None or stages.has_compiled(self._kind_of(step, of_step)):
+                return partial(self._run_directly, step, stages or call)
             return partial(self._run_until_compiled, step)
         buffers = {name: step.buffer(name) for name in tensors}
         is_renamed = any(buffer != name for name, buffer in buffers.items())

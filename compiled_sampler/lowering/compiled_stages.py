@@ -248,11 +248,13 @@ class CompiledStages:
             QUEUE.put(wanted, next(leaf for leaf in leaves(tensors) if leaf is not None).device)
         return zeros_like_results(stage, tensors, static)
 
-    def compiled(self, code: StageCode) -> Compiled | None:
-        """The compiled code of a stage, if it is there and serves such tensors."""
+    def compiled(self, code: StageCode, *, runs: bool = False) -> Compiled | None:
+        """The compiled code of a stage, if it is there and serves such tensors; ``runs`` outside of a capture."""
         wanted = self._wanted.get(code.key)
-        compiled = None if wanted is None else wanted.compiled
-        return compiled if compiled is not None and compiled.guard_check(*code.tensors) else None
+        if wanted is None or wanted.compiled is None or not wanted.compiled.guard_check(*code.tensors):
+            return None
+        wanted.has_run |= runs
+        return wanted.compiled
 
     def is_ready(self, key: Hashable) -> bool:
         """Whether the code with a key is there."""
@@ -349,7 +351,9 @@ class UncompiledStep:
     @property
     def is_compiled(self) -> bool:
         """Whether all stages that the step may call are compiled."""
-        return self._knows_all and not self._stays and all(map(self._stages.is_ready, self._keys))
+        if self._knows_all and not self._stays and all(map(self._stages.is_ready, self._keys)):
+            self._keys.clear()  # looked at once
+        return self._knows_all and not self._stays and not self._keys
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
         """A stage's results, after it is asked for."""
@@ -358,7 +362,7 @@ class UncompiledStep:
             results = self._stages.launched_elsewhere(stage, tensors, static)
             return self._stages(stage, *tensors, **static) if results is None else results
         code = StageCode.of(stage, tensors, static, self._rows)
-        compiled = self._stages.compiled(code)
+        compiled = self._stages.compiled(code, runs=True)
         if compiled is None:
             self._keys.add(code.key)
             self._stages.want(code)

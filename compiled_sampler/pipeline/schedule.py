@@ -249,19 +249,28 @@ def warmup_batches(
     batches: dict[Any, tuple[int, int]] = {}
     for size in (*typical, *sorted(sizes)):
         for rows in (size * times, size):
-            kernels = kernels_of(mode, size, rows, times, device, also=also, is_edited=is_edited)
-            batches.setdefault(kernels, (size, rows))
+            batches.setdefault(
+                kernels_of(mode, size, rows, times, device, also=also, is_edited=is_edited), (size, rows)
+            )
     return list(batches.values())
 
 
+_KERNELS: dict[Any, int] = {}
+
+
+@functools.lru_cache(maxsize=4096)
 def kernels_of(
     mode: Mode, size: int, rows: int, times: int, device: torch.device, *, also: Mode | None, is_edited: bool
-) -> tuple[Any, ...]:
-    """What batches of a mode have in common that use the same kernels."""
+) -> int:
+    """A number that batches have in common that use the same kernels."""
     # size: entries; times: most rows of an entry; also: another mode whose kernels the step uses.
     modes = (mode,) if also is None else (mode, also)
     chunks = _request_chunks(mode, size, rows, times, device) if is_edited else None
-    return chunks, *((row_class(n, device), *(schedule_for(each, n, device) for each in modes)) for n in (size, rows))
+    kernels = (
+        chunks,
+        *((row_class(n, device), *(schedule_for(each, n, device) for each in modes)) for n in (size, rows)),
+    )
+    return _KERNELS.setdefault(kernels, len(_KERNELS))  # found faster than a schedule is hashed
 
 
 def _request_chunks(mode: Mode, size: int, rows: int, times: int, device: torch.device) -> frozenset[int] | None:
