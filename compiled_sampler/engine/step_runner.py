@@ -178,7 +178,7 @@ class StepRunner:
     def _run_until_compiled(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         """A direct run, which is chosen anew, and may be captured, once its stages are compiled."""
         run = self._run_for(step, {**plan.inputs(step.reads_counts, on_host=False), **tensors})
-        if run is self._stages:
+        if self._stages is run and (self.backend != "graph" or run.are_settled):
             self._cache.forget_routes()
         return self._run_directly(step, run, plan, tensors, out)
 

@@ -230,8 +230,6 @@ class CompiledStages:
 
     def runs_as_is(self, stage: Stage) -> bool:
         """Whether a stage is not compiled: it has kernels of its own, or its compiled code is not to be used."""
-        if QUEUE.hangs and not tuning_of(stage).opaque:
-            self._eager[stage] = HANGS
         return stage in self._eager or tuning_of(stage).opaque
 
     def stays_eager(self, stage: Stage) -> bool:
@@ -264,7 +262,9 @@ class CompiledStages:
         """Ask for a stage whose code is not there, once; a warm-up that waits looks on disk first."""
         wanted = self._wanted.get(code.key)
         is_asked_anew = self._asked is not None and code.key not in self._asked
-        if wanted is None or (is_asked_anew and wanted.state == "eager"):
+        if QUEUE.hangs:
+            self._eager[code.stage] = HANGS
+        elif wanted is None or (is_asked_anew and wanted.state == "eager"):
             wanted = self._wanted[code.key] = WantedStage(code.call)
             if self._asked is not None:
                 self._asked.add(code.key)
@@ -287,10 +287,11 @@ class CompiledStages:
         found = self.compiled(code)
         if found is None:
             code.check_not_capturing()
-            (self._compile if self.compiles_at_calls else self.want)(code)
-            found = self.compiled(code) if self.compiles_at_calls else None
-            if found is None:
-                return functools.partial(code.stage, **code.static)
+            compiles = self.compiles_at_calls and not QUEUE.hangs
+            (self._compile if compiles else self.want)(code)
+            found = self.compiled(code) if compiles else None
+        if found is None:
+            return functools.partial(code.stage, **code.static)
         if not self._wanted[code.key].has_run:
             code.check_not_capturing()  # Inductor may time kernels at their first run
             self._wanted[code.key].has_run = True
