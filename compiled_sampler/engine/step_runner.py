@@ -194,8 +194,8 @@ class StepRunner:
     def _kind_of(self, step: Step, tensors: Mapping[str, Tensor]) -> Hashable:
         """What steps have in common that need the same compiled code."""
         sizes = tensors["slots"].shape[0], tensors["logits"].shape[0], step.width + 1, self._device
-        layouts = ((name, layout(tensor)) for name, tensor in tensors.items())
-        return step.name, kernels_of(step.mode, *sizes, also=self._also(step), is_edited=bool(step.edits)), *layouts
+        layouts = frozenset((name, layout(tensor)) for name, tensor in tensors.items())
+        return step.name, kernels_of(step.mode, *sizes, also=self._also(step), is_edited=bool(step.edits)), layouts
 
     def _also(self, step: Step) -> Mode | None:
         """Another mode whose kernels a step uses."""

@@ -159,9 +159,8 @@ class CompiledStages:
             if progress is not None:
                 progress(done, len(asked) + further * waits, f"compiled stage {wanted.name}")
 
-        with LOCK:  # two threads that import compilers at once find modules that are half imported
-            import_compilers()
-            self._set_up(device)
+        if waits or device.type == "cuda":
+            self._set_up_compilers(device)
         if self.compares:  # at the calls of ``compiling_at_calls``
             return 0
         self._asked, self._loads, self._launches_elsewhere = set(), waits, not waits and device.type == "cuda"
@@ -282,6 +281,11 @@ class CompiledStages:
         set_up_triton(device)
         self._is_set_up = True
 
+    def _set_up_compilers(self, device: torch.device) -> None:
+        with LOCK:  # two threads that import them at once find modules that are half imported
+            import_compilers()
+            self._set_up(device)
+
     def _first_call(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
         """What runs a stage for tensors of such shapes: compiled code, or eager torch for now."""
         found = self.compiled(code)
@@ -304,9 +308,7 @@ class CompiledStages:
     def _compile(self, code: StageCode) -> None:
         """Have the code of a stage from disk, or compile it in this thread; it stays eager if it fails or differs."""
         code.check_not_capturing()
-        with LOCK:
-            import_compilers()
-            self._set_up(code.device)
+        self._set_up_compilers(code.device)
         known = self._wanted.get(code.key)
         is_unfit = known is not None and known.compiled is not None  # and so is what is on disk
 

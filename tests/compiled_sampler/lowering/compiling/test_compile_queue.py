@@ -256,6 +256,19 @@ def test_a_step_is_fused_once_all_stages_are_there_that_it_may_need(monkeypatch)
             sampler.sample(plan, logits, torch.tensor([9]))
 
 
+def test_a_warmup_that_does_not_wait_asks_for_every_chain_and_imports_no_compiler_here(monkeypatch):
+    fast_queue(monkeypatch)
+    sampler, told = Sampler(V, 2, backend="compiled"), []
+    with mock.patch("compiled_sampler.lowering.compiled_stages.import_compilers", side_effect=AssertionError("here")):
+        sampler.warmup(lambda *call: told.append(call), modes=["full"], wait=False)
+        assert settled(sampler._runner._stages, 60.0)
+        plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, top_p=0.97, min_p=1e-4))])
+        with nothing_compiles(), mock.patch.object(UncompiledStep, "__call__", side_effect=AssertionError("not fused")):
+            for logits in (torch.zeros(1, V), torch.randn(1, V)):
+                sampler.sample(plan, logits, torch.tensor([0]))
+    assert len(told) <= len(sampler._runner._stages._wanted)
+
+
 def test_a_step_with_a_stage_that_fails_stays_cut_and_runs_the_others_compiled(monkeypatch):
     fast_queue(monkeypatch)
     sampler = Sampler(V, 2, backend="compiled")
