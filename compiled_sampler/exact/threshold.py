@@ -180,11 +180,10 @@ def search_threshold_on_cpu(
 ) -> Tensor:
     """``search_threshold`` on the CPU: int64 ``[R]``."""
     which, parameters = (known.packed, known.is_open, known.row_mass), (rows.scale, rows.top_k, rows.top_p)
-    threshold: Tensor = _cpu_search(keys, *which, *parameters, vocab_size, base_is_row)
+    threshold: Tensor = torch.ops.compiled_sampler.cpu_search(keys, *which, *parameters, vocab_size, base_is_row)
     return threshold
 
 
-@torch.library.custom_op("compiled_sampler::cpu_search", mutates_args=(), device_types="cpu")
 def _cpu_search(
     keys: Tensor,
     packed: Tensor,
@@ -218,6 +217,14 @@ def _token_at(keys: Tensor, place: Tensor) -> Tensor:
     return pack(key, torch.from_numpy(ids))
 
 
-@_cpu_search.register_fake
-def _(keys: Tensor, packed: Tensor, *_: object) -> Tensor:
+def _unfilled(keys: Tensor, packed: Tensor, *_: object) -> Tensor:
     return torch.empty_like(packed)
+
+
+torch.library.define(
+    "compiled_sampler::cpu_search",
+    "(Tensor keys, Tensor packed, Tensor is_open, Tensor row_mass, Tensor scale, Tensor top_k, Tensor top_p, "
+    "int vocab_size, bool base_is_row) -> Tensor",
+)
+torch.library.impl("compiled_sampler::cpu_search", "cpu", _cpu_search)  # a custom_op imports Dynamo at its first call
+torch.library.register_fake("compiled_sampler::cpu_search", _unfilled)

@@ -151,7 +151,9 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, parameters: Param
     if proposals is not None:
         _check_proposals(rule, drafts, proposals, rows)
         proposals = proposals.detach()
-    run, (count, width) = run_of(backend), draft_token_ids.shape
+    count, width = draft_token_ids.shape
+    static = verifying(mode, rule, "one_hot" if proposals is None else drafts)
+    run = run_of(backend, static, target, count, width + 1, proposals, *parameters)
     if not count:
         return empty_outputs(VerifyOutputs, width + 1, form.device)
     requests, first_positions = parameter_rows(mode, parameters, count, form.device, run)
@@ -159,7 +161,6 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, parameters: Param
     counts = torch.full_like(first_positions, width) if num_drafts is None else num_drafts.to(torch.int64)
     slots, counts, flags = run(requests_with_rows, target, requests.slots, counts, tokens, proposals)
     inputs = VerifyInputs(target, slots, first_positions, counts, tokens, proposals, requests.table)
-    static = verifying(mode, rule, "one_hot" if proposals is None else drafts)
     return run(marked_requests, verify_step(static, inputs, run), flags)
 
 

@@ -107,16 +107,16 @@ def _draw_for_rows(
     num_rows, given_ids = logits.shape[0], None if logprobs is None else logprobs.given_ids
     exchanges = num_rows >= _FEWEST_EXCHANGED and shard.count > 1
     if exchanges:
-        rows = shard.exchanged_rows(logits, mode.vocab_size, run)
+        rows = shard.exchanged_rows(logits, mode.vocab_size)
         first, end = shard.own_part(num_rows)
         by_row = row_slots, noise_slots, edits, given_ids
         row_slots, noise_slots, edits, given_ids = part_of(by_row, first, end)
     else:
-        rows = shard.whole_rows(logits, mode.vocab_size, run)
+        rows = shard.whole_rows(logits, mode.vocab_size)
     logprobs = None if logprobs is None else logprobs._replace(given_ids=given_ids)
     schedule = drawing_schedule(mode, rows, edits, logprobs)
     drawn = edit_and_draw(schedule, rows, row_slots, edits, logprobs, None, stream, run, noise_slots)
-    return shard.told_rows(drawn, num_rows, run) if exchanges else drawn
+    return shard.told_rows(drawn, num_rows) if exchanges else drawn
 
 
 def _edited_columns(
@@ -168,7 +168,7 @@ def _draw_from_winners(
 
     largest = _largest(schedule, logits, shard, run) if mode.filters_min_p else None
     winners = in_chunks(schedule, run, winners_of_chunk, logits, row_slots, largest)
-    return run(draw_from_shards, shard.maximum(winners, run), row_slots)
+    return run(draw_from_shards, shard.maximum(winners), row_slots)
 
 
 def _largest(schedule: Schedule, logits: AnyLogits, shard: VocabularyShard, run: Run) -> Tensor:
@@ -177,7 +177,7 @@ def _largest(schedule: Schedule, logits: AnyLogits, shard: VocabularyShard, run:
     def largest_of_chunk(logits: AnyLogits) -> Tensor:
         return run(largest_of_shard, block_maxima(schedule, logits, run).keys)
 
-    return shard.maximum(in_chunks(schedule, run, largest_of_chunk, logits), run)
+    return shard.maximum(in_chunks(schedule, run, largest_of_chunk, logits))
 
 
 def _draw_from_candidates(
@@ -200,9 +200,9 @@ def _draw_from_candidates(
         row_max, scale = run(mass_units, largest, row_slots)
         return run(row_masses, run(block_masses, logits, row_max, scale, **schedule.mass.blocks))
 
-    told = shard.collected(in_chunks(schedule, run, candidates_of_chunk, logits, row_slots), run).unbind()
+    told = shard.collected(in_chunks(schedule, run, candidates_of_chunk, logits, row_slots)).unbind()
     ordered, nan_bits, largest = run(candidates_of_shards, told, count=min(mode.capacity, mode.vocab_size))
     row_mass = None
     if mode.base_is_row:
-        row_mass = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, row_slots, largest), run)
+        row_mass = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, row_slots, largest))
     return run(draw_from_candidates, ordered, nan_bits, row_slots, row_mass, stream=stream)

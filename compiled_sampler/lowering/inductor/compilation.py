@@ -90,12 +90,13 @@ def set_up_triton(device: torch.device) -> None:
         _set_triton_ptxas_path()
 
 
-def fake_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    """What a stage returns, as tensors with neither numbers nor memory."""
+def zeros_like_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    """Zeros in the shapes of what a stage returns, which does not run."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() as mode:
-        return stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
+        results = stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
+    return tree_map_only(Tensor, lambda like: TensorSpec.of(like).empty().zero_(), results)
 
 
 @contextmanager
