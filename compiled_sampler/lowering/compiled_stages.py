@@ -207,7 +207,8 @@ class CompiledStages:
     def status(self) -> LoweringStatus:
         """Which torch compiles the stages, and which of them run in eager torch instead."""
         wanted = [*self._wanted.values()]
-        reasons = {each.name: each.reason for each in wanted if each.state == "eager" and not each.is_opaque}
+        # of a hand-written kernel: why no process could compile it, so that its first launch does
+        reasons = {each.name: each.reason for each in wanted if each.state == "eager" and each.reason}
         reasons |= {stage.__name__: reason for stage, reason in self._eager.items()}
         queued = Counter(each.name for each in wanted if each.state == "queued")
         return LoweringStatus(str(torch.__version__), is_known(), reasons, queued, len(QUEUE.processes))

@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
-from compiled_sampler.lowering.inductor.compilation import import_compilers, set_up_triton
+from compiled_sampler.lowering.inductor.compilation import assembler_of_triton, import_compilers, set_up_triton
 from compiled_sampler.lowering.stages.stage_call import StageCall
 
 _PATIENCE = 300.0  # seconds without a tick of CPU time, after which a process hangs; on busy cores it only waits
@@ -43,7 +43,7 @@ class CompileProcess:
         try:
             if self._process is None or self._process.poll() is not None:
                 self.end()
-                self._process = _started()
+                self._process = _started(assembler_of_triton(StageCode.of_call(call).device))
         except Exception as error:  # no such program, no memory for it, no working directory
             return f"no process can be started to compile it, {type(error).__name__}: {error}"
         assert self._process.stdin is not None
@@ -98,14 +98,14 @@ def _cpu_ticks(session: int) -> float:
     return ticks if Path("/proc/self/stat").exists() else time.monotonic()
 
 
-def _started() -> subprocess.Popen[bytes]:
+def _started(environment: dict[str, str]) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(str(path) or os.getcwd() for path in sys.path)
     return subprocess.Popen(
         [sys.executable, "-P", "-m", _PROGRAM, str(_NICENESS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1", **environment},
         start_new_session=True,
     )
 

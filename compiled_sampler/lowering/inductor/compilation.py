@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import subprocess
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -88,6 +89,21 @@ def set_up_triton(device: torch.device) -> None:
 
         os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))
         _set_triton_ptxas_path()
+
+
+def assembler_of_triton(device: torch.device) -> dict[str, str]:
+    """The environment in which a new process assembles as Triton does in this one."""
+    # Triton looks for kernels under the version of its assembler, which it asks for once: of its own where it compiled
+    # before ``set_up_triton``, as in an engine with kernels of its own, and else of torch's.
+    if device.type != "cuda" or not is_known():
+        return {}
+    from triton.backends.nvidia import compiler
+
+    major, minor = torch.cuda.get_device_capability(device)
+    tool = compiler.get_ptxas(10 * major + minor).path
+    if subprocess.check_output([tool, "--version"], text=True) == compiler.get_ptxas_version(10 * major + minor):
+        return {}
+    return {"TRITON_PTXAS_PATH": str(Path(compiler.__file__).parent / "bin" / "ptxas")}
 
 
 def zeros_like_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:

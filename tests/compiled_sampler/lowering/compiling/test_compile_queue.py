@@ -180,7 +180,7 @@ def made_of(code: StageCode) -> Any:
 def test_a_process_that_hangs_is_stopped(empty_disk, monkeypatch):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    monkeypatch.setattr(compile_process, "_started", lambda: started)
+    monkeypatch.setattr(compile_process, "_started", lambda environment: started)
     monkeypatch.setattr(compile_process, "_PATIENCE", 0.2)
     stages = CompiledStages()
     assert is_right(stages)
@@ -192,7 +192,9 @@ def test_a_process_that_hangs_is_stopped(empty_disk, monkeypatch):
 def test_a_process_that_works_for_long_is_waited_for(monkeypatch):
     works = "import pickle, sys, time\nwhile time.process_time() < 2: pass\nsys.stdout.buffer.write(pickle.dumps(''))"
     command, pipes = [sys.executable, "-c", works], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    monkeypatch.setattr(compile_process, "_started", lambda: subprocess.Popen(command, start_new_session=True, **pipes))
+    monkeypatch.setattr(
+        compile_process, "_started", lambda environment: subprocess.Popen(command, start_new_session=True, **pipes)
+    )
     monkeypatch.setattr(compile_process, "_PATIENCE", 0.5)
     process = CompileProcess()
     assert process.compile(StageCall.of(order_maxima, (LOGITS,), STATIC), Path("nowhere")) == ""
