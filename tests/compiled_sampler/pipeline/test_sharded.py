@@ -15,6 +15,7 @@ def test_three_ranks_return_what_one_does():
     ranks.asked(
         3,
         (ranks.every_mode, 300, sizes, 24, (F32, BF16)),
+        (ranks.counts_alone, 300, sizes),
         (ranks.every_law, 300, sizes),
         (ranks.every_rule, 300, sizes),
         (ranks.every_edit, 129, (60, 0, 69)),
@@ -32,6 +33,7 @@ def test_two_ranks_agree_or_are_told_that_they_do_not():
         (ranks.wrong_shards,),
         (ranks.a_loss_of_torch, 300, (150, 150)),
         (ranks.every_mode, 40, (25, 15), 14, (F32,)),  # fewer tokens than candidates
+        (ranks.counts_alone, 1400, (1100, 300)),  # of several blocks
     )
 
 
