@@ -19,7 +19,7 @@ from compiled_sampler.edits.masks import row_words
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
 from compiled_sampler.passes.bounds import Leaders
 from compiled_sampler.passes.candidates import sort
-from compiled_sampler.passes.maxima import BlockMaxima, first_token
+from compiled_sampler.passes.maxima import BlockMaxima, first_token, kept_in_kernel
 from compiled_sampler.passes.race import best_from_blocks, tokens_from_packed
 
 
@@ -127,10 +127,10 @@ class KeyRange(NamedTuple):
 KEY_ROUNDS, _PARTS = 8, 16  # 16 ** 8 == 2 ** 32
 
 
-def every_key(top_k: Tensor) -> KeyRange:
+def every_key(live: Tensor) -> KeyRange:
     """All keys ``[R]``."""
-    zeros = torch.zeros_like(top_k)
-    return KeyRange(zeros + MASKED_KEY, zeros + 2**32 // _PARTS, zeros)
+    values = MASKED_KEY, 2**32 // _PARTS, 0
+    return KeyRange(*(kept_in_kernel(live, value, 1) for value in values))
 
 
 def weights_from_keys(
@@ -139,7 +139,7 @@ def weights_from_keys(
     """What the tokens from 15 keys on weigh, which part a range in 16: int64 ``[R, 15, B]``, by blocks."""
     # Reductions, as Inductor has no histogram: an atomic addition of int64 is a kernel of ATen's.
     x, _ = logit_blocks(logits, vocab_size, block)
-    key, weights = order_key(x), list[Tensor]()
+    key, weights = order_key(x), []
     mass = exp2_mass(scaled_logits(x, expand_to(row_max, x), expand_to(scale, x))) if by_mass else None
     for part in range(1, _PARTS):
         is_counted = key >= expand_to((keys.first + part * keys.step).to(torch.int32), key)
@@ -195,17 +195,18 @@ def count_of_key(logits: AnyLogits, key: Tensor, *, vocab_size: int, block: int)
 def last_of_shard(
     logits: AnyLogits,
     counts: Tensor,
-    told: Tensor,
+    counts_before: tuple[Tensor, ...],
     key: Tensor,
     kept: Tensor,
     *,
     vocab_size: int,
     block: int,
-    rank: int,
 ) -> Last:
     """The last kept token ``[R]`` among the columns of a rank, if ``kept`` tokens with its key are kept in all."""
-    # counts: of each block [R, B]; told: of each rank [T, R]. Of equal tokens those of ranks before come first.
-    kept = (kept - told[:rank].sum(0)).clamp(min=0)[:, None]
+    # counts: of these tokens in each block [R, B]; counts_before: in each rank before, whose ids come first [R]
+    for count in counts_before:
+        kept = kept - count
+    kept = kept.clamp(min=0)[:, None]
     ends = counts.cumsum(-1)
     in_block = (ends < kept).sum(-1, keepdim=True).clamp(max=counts.shape[1] - 1)
     kept_in_block = kept - (ends - counts).gather(1, in_block)

@@ -224,7 +224,7 @@ def _last_kept(
     rows, base = run(rows_of_shard, row_slots, stream=stream, start=shard.start), {"base_is_row": mode.base_is_row}
     row_max, scale = run(mass_units, largest, row_slots)
     order, mass = schedule.order.blocks, schedule.mass.blocks
-    every = run(every_key, rows.top_k)
+    every = run(every_key, rows.live)
 
     def searched(goal: Tensor, *, by_mass: bool) -> KeyRange:
         static = {**(mass if by_mass else order), "by_mass": by_mass}
@@ -246,14 +246,14 @@ def _last_kept(
 
     top_k_keys, top_p_keys, goal = searched(rows.top_k, by_mass=False), None, None
     if mode.capacity:  # in mode "top_k" no row has top-p
-        before = run(before_last_key, top_k_keys, **base)
-        masses = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, before, row_max, scale), run)
+        reached = run(before_last_key, top_k_keys, **base)
+        masses = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, reached, row_max, scale), run)
         goal = run(top_p_goal, masses, top_k_keys, rows, row_max, **base)
         top_p_keys = searched(goal, by_mass=True)
     key, kept = run(last_kept_key, top_k_keys, top_p_keys, goal, rows, row_max)
     counts = in_chunks(schedule, run, counts_of_chunk, logits, key)
-    told = shard.collected(run(row_masses, counts), run)
-    last: Last = run(last_of_shard, logits, counts, told, key, kept, **order, rank=shard.rank)
+    before = shard.collected(run(row_masses, counts), run).unbind()[: shard.rank]
+    last: Last = run(last_of_shard, logits, counts, before, key, kept, **order)
     return last
 
 
