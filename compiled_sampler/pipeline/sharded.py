@@ -64,6 +64,9 @@ from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates
 from compiled_sampler.shard import VocabularyShard
 
+_GATHERED_BYTES = 2**21
+"""Up to so many bytes of logits, all columns on every rank take one collective of up to 20 us on H200s, not two of 9 to
+13 us and their kernels."""
 _FEWEST_EXCHANGED = 8
 """From so many rows on, ranks draw for different rows: a collective of 9 us more on an H200, but fewer bytes."""
 
@@ -83,7 +86,7 @@ def drawing_in(shard: VocabularyShard) -> Draw:
     ) -> SampleOutputs:
         mode = schedule.mode
         noise_slots = keyed_by(row_slots, noise, run)
-        if (mode.searches and not shard.slow_wire) or logprobs is not None or not _are_by_token(edits):
+        if _takes_rows(mode, logits, shard) or logprobs is not None or not _are_by_token(edits):
             return _draw_for_rows(mode, logits, row_slots, noise_slots, edits, logprobs, stream, shard, run)
         width = shard.width(mode.vocab_size)
         own = replace(mode, vocab_size=max(width, 1), base_is_row=False)
@@ -102,6 +105,16 @@ def drawing_in(shard: VocabularyShard) -> Draw:
         return _draw_from_winners(mode, schedule, columns, noise_slots, stream, shard, run)
 
     return draw
+
+
+def _takes_rows(mode: Mode, logits: Tensor, shard: VocabularyShard) -> bool:
+    """Whether draws of a mode move logits, which is the same on every rank."""
+    if shard.slow_wire:
+        return False
+    num_rows = logits.shape[0]
+    is_small = num_rows * mode.vocab_size * logits.element_size() <= _GATHERED_BYTES and num_rows < _FEWEST_EXCHANGED
+    takes_two = mode.base_is_row if mode.capacity else mode.filters_min_p  # collectives, if not logits
+    return mode.searches or (is_small and takes_two)
 
 
 def _are_by_token(edits: EditInputs | None) -> bool:

@@ -6,6 +6,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -32,6 +33,7 @@ from compiled_sampler import (
     functional,
     replay,
 )
+from compiled_sampler import shard as shard_module
 from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.logprobs import LAWS
@@ -40,6 +42,8 @@ from tests.builders.custom_edits import EDITS, HISTORY, V, params_with, random_i
 from tests.builders.edits import EDITS as EVERY_EDIT
 from tests.builders.edits import random_mask, random_request
 from tests.builders.filters import hard_rows
+from tools.bench.cases import CASES
+from tools.bench.sharded import COUNTED
 
 F32, BF16 = torch.float32, torch.bfloat16
 ROW_TENSORS = ("logits", "draft_logits", "draft_probs", "target_probs")
@@ -215,6 +219,24 @@ def counts_alone(vocab_size: int, sizes: Sequence[int]) -> None:
         verified, drafts = pair.plans(slots, num_drafts=[2] * 6), torch.zeros(6, 2, dtype=torch.int64)
         mask = random_mask(random.Random(1), 18, vocab_size)
         pair.call("verify", verified, rows_like(18, vocab_size, 1), drafts, torch.arange(6), token_bitmask=mask)
+
+
+def collectives_as_counted(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Each draw makes the collectives and sends the bytes of ``tools.bench.sharded.COUNTED``, which docs tell."""
+    sent: list[Tensor] = []
+
+    def counting(function: Any, place: int) -> Any:
+        return lambda *args, **options: (sent.append(args[place]), function(*args, **options))[1]
+
+    reduces, gathers = counting(dist.all_reduce, 0), counting(shard_module._all_gather, 1)
+    for case, (count, row_bytes, _) in COUNTED.items():
+        name, _, way = case.partition(", ")
+        sampler = Sampler(vocab_size, 10, backend="eager", shard=shard_of(sizes, slow_wire=bool(way)))
+        plan = sampler.plan([sampler.add_request(replace(CASES[name].params, seed=n)) for n in range(10)])
+        columns, sent[:] = shard_of(sizes).own(rows_like(10, vocab_size, 0), vocab_size), []
+        with patch.object(dist, "all_reduce", reduces), patch.object(shard_module, "_all_gather", gathers):
+            sampler.sample(plan, columns, torch.arange(10))
+        assert (len(sent), sum(each.nbytes for each in sent)) == (count, 10 * row_bytes), case
 
 
 def captured(vocab_size: int, sizes: Sequence[int]) -> None:

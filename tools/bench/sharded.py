@@ -44,6 +44,17 @@ SHARDED_CASES = ("greedy", "no_filter", "min_p .05", "k 50 + p .9", "k 1000", "p
 WAYS = ("ours", "counts", "all-gather", "all-to-all", "rank 0")
 WORTH = (32, 128, 8, 512, 1)
 """Rows in the order in which they are measured."""
+COUNTED = {
+    "greedy": (1, 16, 1),
+    "no_filter": (1, 16, 1),
+    "min_p .05": (2, 20, 2),
+    "k 50 + p .9": (1, 528, 1),
+    "k 1000, counts": (11, 988, 11),
+    "p .9, counts": (20, 1956, 20),
+}
+"""Collectives, bytes a row and rank, and reads of the shard, as docs/sharded.md counts them."""
+_WIRE_BYTES_PER_US, _READ_BYTES_PER_US = 280e3, 4e6
+"""Of NVLink, by all-to-alls and all-gathers of logits on four H200s, and of an H200's memory."""
 _WARM, _REPEATS, _FEWEST_CALLS, _MOST_CALLS = 3, 15, 8, 48
 _LEAVE_TIMEOUT_S, _PROGRESS_S = 20, 5
 _BEGAN = time.perf_counter()
@@ -245,7 +256,7 @@ def run(options: argparse.Namespace) -> None:
             write_json(options.json, {**facts, "table": cells})
     cells.sort(key=lambda cell: (options.cases.index(cell["case"]), cell["rows"]))
     if ranks.shard.rank == 0:
-        console.print(table_of(cells))
+        console.print(table_of(cells), model_table(8, ranks.vocab_size))
     dist.destroy_process_group()
 
 
@@ -284,6 +295,24 @@ def table_of(cells: list[dict[str, Any]]) -> Table:
                 f"{cell[name]} ({cell[name] / cell['ours']:.2f})" if name in cell else "" for name in names[1:]
             ]
         table.add_row(cell["case"], str(cell["rows"]), *shown)
+    return table
+
+
+def modelled_us(collectives: int, wire_bytes: float, read_bytes: float, ranks: int) -> float:
+    """What latencies, bytes that a rank sends or receives, and reads take one after the other; no instructions."""
+    latency_us = 9.3 + 3.7 * math.log2(ranks / 2)  # 9.3 us measured with 2 ranks, 13 with 4
+    return collectives * latency_us + wire_bytes / _WIRE_BYTES_PER_US + read_bytes / _READ_BYTES_PER_US
+
+
+def model_table(ranks: int, vocab_size: int, rows: Sequence[int] = (8, 32, 128, 512)) -> Table:
+    """``modelled_us`` of each case, and of ways that move logits and read them once, without what they draw by."""
+    shard_bytes = 4 * vocab_size / ranks
+    ways = {name: (count, sent, reads * shard_bytes) for name, (count, sent, reads) in COUNTED.items()}
+    ways["all-to-all"] = 2, shard_bytes * (ranks - 1) / ranks, shard_bytes
+    ways["all-gather"] = 1, shard_bytes * (ranks - 1), ranks * shard_bytes
+    table = Table("way", *(f"{count} rows" for count in rows), title=f"us of a model of {ranks} ranks")
+    for name, (count, sent, read) in ways.items():
+        table.add_row(name, *(f"{modelled_us(count, n * sent, n * read, ranks):.0f}" for n in rows))
     return table
 
 

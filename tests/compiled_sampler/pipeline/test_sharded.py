@@ -34,6 +34,7 @@ def test_two_ranks_agree_or_are_told_that_they_do_not():
         (ranks.a_loss_of_torch, 300, (150, 150)),
         (ranks.every_mode, 40, (25, 15), 14, (F32,)),  # fewer tokens than candidates
         (ranks.counts_alone, 1400, (1100, 300)),  # of several blocks
+        (ranks.collectives_as_counted, 2000, (1000, 1000)),
     )
 
 
