@@ -67,12 +67,12 @@ def winners_of_blocks(
     blocks: BlockMaxima,
     rows: RowParams,
     row_max: Tensor | None,
+    last: Last | None,
     *,
     vocab_size: int,
     block: int,
     by_bits: bool,
     start: int,
-    last: Last | None = None,
 ) -> Tensor:
     """``told_best`` of rows that raced by blocks, up to ``last``."""
     race = logits, blocks, rows, row_max, last

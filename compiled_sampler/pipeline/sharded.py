@@ -200,8 +200,8 @@ def _draw_from_winners(
         elif schedule.races_by_bounds:
             return run(winners_of_leaders, *race_by_bounds(schedule, logits, rows, run, finds_max=False), **start)
         blocks = race_blocks(schedule, logits, rows, row_max, last, run)
-        static = {**schedule.race.blocks_by_bits, **start}
-        return run(winners_of_blocks, logits, blocks, rows, row_max, **static, last=last)
+        race = logits, blocks, rows, row_max, last
+        return run(winners_of_blocks, *race, **schedule.race.blocks_by_bits, **start)
 
     largest = _largest(schedule, logits, shard, run) if mode.filters_min_p else None
     last = None

@@ -221,6 +221,19 @@ def counts_alone(vocab_size: int, sizes: Sequence[int]) -> None:
         pair.call("verify", verified, rows_like(18, vocab_size, 1), drafts, torch.arange(6), token_bitmask=mask)
 
 
+def compiled_counts(vocab_size: int) -> None:
+    """A search on a slow wire runs compiled stages alone, and draws as eager torch does; on a single rank."""
+    pair = Pair(vocab_size, (vocab_size,), slow_wire=True, backend="compiled")
+    pair.split.warmup(modes=["full"])
+    lowering = pair.split.statistics().lowering
+    assert lowering is not None
+    assert not lowering.eager_stages
+    laws = LAWS_OF_MODES["full"]
+    plans = pair.plans([pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(32)])
+    for seed in range(5):
+        pair.call("sample", plans, rows_like(32, vocab_size, seed), torch.arange(32))
+
+
 def collectives_as_counted(vocab_size: int, sizes: Sequence[int]) -> None:
     """Each draw makes the collectives and sends the bytes of ``tools.bench.sharded.COUNTED``, which docs tell."""
     sent: list[Tensor] = []

@@ -49,6 +49,11 @@ def test_a_rank_that_leaves_or_hangs_is_an_error_of_the_others(seconds):
     ranks.asked(2, (ranks.a_rank_that_leaves, seconds), timeout_s=4)
 
 
+@pytest.mark.full
+def test_a_search_without_logits_is_compiled():
+    ranks.asked(1, (ranks.compiled_counts, 3000), timeout_s=900)
+
+
 def test_a_shard_needs_a_process_group():
     with pytest.raises(ValueError, match="init_process_group"):
         VocabularyShard(0, 5)
