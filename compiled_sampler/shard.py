@@ -35,6 +35,8 @@ class VocabularyShard:
         start: the first token id of this rank; that of rank 0 is 0, of any other rank the ``stop`` of the rank before.
         stop: the id behind the last one. Ids of ``vocab_size`` and above are padding, also where a whole shard is.
         group: the process group, None for the default one. Nothing here starts or connects processes.
+        slow_wire: whether draws with top-p, or a top-k beyond 64, move counts and masses instead of logits, in 11 or 20
+            small collectives: for ranks that are not connected by NVLink. The tokens are the same.
 
     Raises:
         RuntimeError: a rank did not take part within the timeout of the group.
@@ -45,6 +47,7 @@ class VocabularyShard:
     start: int
     stop: int
     group: dist.ProcessGroup | None = None
+    slow_wire: bool = False
     bounds: tuple[tuple[int, int], ...] = field(init=False, repr=False)
     """``start`` and ``stop`` of every rank."""
     rank: int = field(init=False)
@@ -60,7 +63,10 @@ class VocabularyShard:
         if rank < 0:
             raise ValueError("group must have this process as a rank, got one without; make the shard on its ranks")
         object.__setattr__(self, "rank", rank)
-        object.__setattr__(self, "bounds", tuple(self.told((self.start, self.stop))))
+        told = self.told((self.start, self.stop, self.slow_wire))
+        if any(wire is not told[0][2] or not isinstance(wire, bool) for *_, wire in told):
+            raise ValueError(f"slow_wire must be one bool on all ranks, got {[wire for *_, wire in told]}")
+        object.__setattr__(self, "bounds", tuple((start, stop) for start, stop, _ in told))
         before = 0
         for rank, (start, stop) in enumerate(self.bounds):
             if not (is_int(start) and is_int(stop)):

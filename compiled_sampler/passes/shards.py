@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
-from compiled_sampler.core.filters import KEEP_ALL
+from compiled_sampler.core.filters import KEEP_ALL, mass_cut
+from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import NoiseKeys
-from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, packed_key
-from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, idle_status
+from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, Last, key_float, order_key, packed_key
+from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows, idle_status
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.masks import row_words
-from compiled_sampler.passes.blocks import AnyLogits
+from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
 from compiled_sampler.passes.bounds import Leaders
 from compiled_sampler.passes.candidates import sort
-from compiled_sampler.passes.maxima import BlockMaxima, first_token
+from compiled_sampler.passes.maxima import BlockMaxima, first_token, kept_in_kernel
 from compiled_sampler.passes.race import best_from_blocks, tokens_from_packed
 
 
@@ -64,14 +67,15 @@ def winners_of_blocks(
     blocks: BlockMaxima,
     rows: RowParams,
     row_max: Tensor | None,
+    last: Last | None,
     *,
     vocab_size: int,
     block: int,
     by_bits: bool,
     start: int,
 ) -> Tensor:
-    """``told_best`` of rows that raced by blocks."""
-    race = logits, blocks, rows, row_max, None
+    """``told_best`` of rows that raced by blocks, up to ``last``."""
+    race = logits, blocks, rows, row_max, last
     return told_best(*best_from_blocks(*race, vocab_size=vocab_size, block=block, by_bits=by_bits), start)
 
 
@@ -107,6 +111,109 @@ def candidates_of_shards(told: tuple[Tensor, ...], *, count: int) -> tuple[Tenso
     tokens, has_nan = torch.cat([part[:, :-2] for part in told], 1), torch.cat([part[:, -2:-1] for part in told], 1)
     first = packed_key(tokens.amax(-1, keepdim=True))
     return sort(tokens, count=count), _nan_bits(has_nan.amax(-1, keepdim=True)), first
+
+
+class KeyRange(NamedTuple):
+    """The order keys among which that of a filter's last kept token is, int64 ``[R]`` each."""
+
+    first: Tensor
+    """The least of them."""
+    step: Tensor
+    """A sixteenth of their number; 0 if there is one."""
+    weight_above: Tensor
+    """Of all tokens with larger keys, their number or their mass."""
+
+
+KEY_ROUNDS, _PARTS = 8, 16  # 16 ** 8 == 2 ** 32
+
+
+def every_key(live: Tensor) -> KeyRange:
+    """All keys ``[R]``."""
+    values = MASKED_KEY, 2**32 // _PARTS, 0
+    return KeyRange(*(kept_in_kernel(live, value, 1) for value in values))
+
+
+def weights_from_keys(
+    logits: AnyLogits, keys: KeyRange, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int, by_mass: bool
+) -> Tensor:
+    """What the tokens from 15 keys on weigh, which part a range in 16: int64 ``[R, 15, B]``, by blocks."""
+    # Reductions, as Inductor has no histogram: an atomic addition of int64 is a kernel of ATen's.
+    x, _ = logit_blocks(logits, vocab_size, block)
+    key, weights = order_key(x), []
+    mass = exp2_mass(scaled_logits(x, expand_to(row_max, x), expand_to(scale, x))) if by_mass else None
+    for part in range(1, _PARTS):
+        is_counted = key >= expand_to((keys.first + part * keys.step).to(torch.int32), key)
+        counted = is_counted.to(torch.int32) if mass is None else torch.where(is_counted, mass, 0)
+        weights.append(counted.sum(-1, dtype=torch.int64))
+    return torch.stack(weights, 1)
+
+
+def part_of_keys(keys: KeyRange, weights: Tensor, goal: Tensor) -> KeyRange:
+    """The part ``[R]`` in which the weight reaches the goal, from the weights of all ranks, int64 ``[R, 15]``."""
+    is_reached = weights >= goal[:, None]
+    first = keys.first + is_reached.sum(-1) * keys.step
+    return KeyRange(first, keys.step // _PARTS, torch.where(is_reached, keys.weight_above[:, None], weights).amax(-1))
+
+
+def before_last_key(top_k_keys: KeyRange, *, base_is_row: bool) -> Last:
+    """What the tokens reach ``[R]`` that are before those of top-k's last key, or all visible tokens."""
+    key = top_k_keys.first.to(torch.int32)
+    return Last(torch.full_like(key, MASKED_KEY) if base_is_row else key, torch.full_like(key, -1))
+
+
+def top_p_goal(mass: Tensor, keys: KeyRange, rows: RowParams, row_max: Tensor, *, base_is_row: bool) -> Tensor:
+    """The mass that top-p keeps at least, int64 ``[R]``, from that of the tokens of ``before_last_key``."""
+    if not base_is_row:
+        mass = mass + (rows.top_k - keys.weight_above) * _mass_of_key(keys.first, rows, row_max)
+    return mass_cut(rows.top_p, mass)
+
+
+def last_kept_key(
+    top_k_keys: KeyRange, top_p_keys: KeyRange | None, goal: Tensor | None, rows: RowParams, row_max: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The order key of the last kept token, int32 ``[R]``, and how many tokens with it are kept, int64 ``[R]``."""
+    key, count = top_k_keys.first, rows.top_k - top_k_keys.weight_above
+    if top_p_keys is not None and goal is not None:
+        # each of these tokens has one mass, and is kept if the tokens before it do not reach the goal
+        mass = _mass_of_key(top_p_keys.first, rows, row_max).clamp(min=1)
+        other, others = top_p_keys.first, (goal - top_p_keys.weight_above - 1) // mass + 1
+        least = torch.where(key == other, torch.minimum(count, others), torch.where(key > other, count, others))
+        key, count = torch.maximum(key, other), least
+    return key.to(torch.int32), count
+
+
+def _mass_of_key(key: Tensor, rows: RowParams, row_max: Tensor) -> Tensor:
+    return exp2_mass(scaled_logits(key_float(key.to(torch.int32)), row_max, rows.scale))
+
+
+def count_of_key(logits: AnyLogits, key: Tensor, *, vocab_size: int, block: int) -> Tensor:
+    """The tokens of each block that have the row's key, int64 ``[R, B]``."""
+    x, _ = logit_blocks(logits, vocab_size, block)
+    return (order_key(x) == expand_to(key, x)).to(torch.int32).sum(-1, dtype=torch.int64)
+
+
+def last_of_shard(
+    logits: AnyLogits,
+    counts: Tensor,
+    counts_before: tuple[Tensor, ...],
+    key: Tensor,
+    kept: Tensor,
+    *,
+    vocab_size: int,
+    block: int,
+) -> Last:
+    """The last kept token ``[R]`` among the columns of a rank, if ``kept`` tokens with its key are kept in all."""
+    # counts: of these tokens in each block [R, B]; counts_before: in each rank before, whose ids come first [R]
+    for count in counts_before:
+        kept = kept - count
+    kept = kept.clamp(min=0)[:, None]
+    ends = counts.cumsum(-1)
+    in_block = (ends < kept).sum(-1, keepdim=True).clamp(max=counts.shape[1] - 1)
+    kept_in_block = kept - (ends - counts).gather(1, in_block)
+    ids = in_block * block + torch.arange(block, device=key.device)
+    is_equal = order_key(gather_logits(logits, ids, vocab_size)) == key[:, None]
+    last = in_block * block + (is_equal.to(torch.int64).cumsum(-1) < kept_in_block).sum(-1, keepdim=True)
+    return Last(key, torch.where(kept > 0, last, -1)[:, 0].to(torch.int32))
 
 
 def _nan_bits(flags: Tensor) -> Tensor:

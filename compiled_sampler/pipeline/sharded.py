@@ -7,9 +7,12 @@ A rank edits and reads its own columns alone. What it tells the others has the s
 - ``top_k_top_p[C]``: its first C packed (order key, token id), by an all-gather; every rank then draws among the first
   C of these. If top-p is a share of the whole row's mass, the masses of the shards are summed by an all-reduce.
 
-All else takes whole rows: searches, logprobs, edits of the user and filters of whole rows. Of a few rows every rank
-gets all columns and draws for itself; of more, each rank gets all columns of its part of the rows, and tells what it
-drew for these. Every rank makes the same collectives, whatever its width: no choice here depends on a value.
+- ``top_k``, ``full`` with ``slow_wire``: the numbers or masses of its tokens from 15 order keys on, which all-reduces
+  sum, 8 rounds for top-k and 8 for top-p; how many tokens have the last key that is kept; then its best as above.
+
+All else takes whole rows: other searches, logprobs, edits of the user and filters of whole rows. Of a few rows every
+rank gets all columns and draws for itself; of more, each rank gets all columns of its part of the rows, and tells what
+it drew for these. Every rank makes the same collectives, whatever its width: no choice here depends on a value.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleOutputs
+from compiled_sampler.core.order import Last
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edits.tables import EditInputs, EditTables, NoiseInputs
+from compiled_sampler.exact.row_race import mass_before_winner
 from compiled_sampler.exact.threshold import block_masses, row_masses
 from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
@@ -32,12 +37,22 @@ from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.maxima import mass_units
 from compiled_sampler.passes.race import draw_from_candidates
 from compiled_sampler.passes.shards import (
+    KEY_ROUNDS,
+    KeyRange,
+    before_last_key,
     candidates_of_shard,
     candidates_of_shards,
+    count_of_key,
     draw_from_shards,
+    every_key,
     first_of_shard,
     largest_of_shard,
+    last_kept_key,
+    last_of_shard,
+    part_of_keys,
     rows_of_shard,
+    top_p_goal,
+    weights_from_keys,
     winners_of_blocks,
     winners_of_leaders,
     words_of_shard,
@@ -49,6 +64,9 @@ from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates
 from compiled_sampler.shard import VocabularyShard
 
+_GATHERED_BYTES = 2**21
+"""Up to so many bytes of logits, all columns on every rank take one collective of up to 20 us on H200s, not two of 9 to
+13 us and their kernels."""
 _FEWEST_EXCHANGED = 8
 """From so many rows on, ranks draw for different rows: a collective of 9 us more on an H200, but fewer bytes."""
 
@@ -68,10 +86,12 @@ def drawing_in(shard: VocabularyShard) -> Draw:
     ) -> SampleOutputs:
         mode = schedule.mode
         noise_slots = keyed_by(row_slots, noise, run)
-        if mode.searches or logprobs is not None or not _are_by_token(edits):
+        if _takes_rows(mode, logits, shard) or logprobs is not None or not _are_by_token(edits):
             return _draw_for_rows(mode, logits, row_slots, noise_slots, edits, logprobs, stream, shard, run)
         width = shard.width(mode.vocab_size)
         own = replace(mode, vocab_size=max(width, 1), base_is_row=False)
+        if mode.searches:  # passes over the columns, without candidates
+            own = replace(own, capacity=0, beyond_candidates=False)
         if not width:  # stands for a token that is masked
             logits, edits = logits.new_full((logits.shape[0], 1), -math.inf), None
         elif edits is not None and has_lists(edits.tables):
@@ -80,11 +100,21 @@ def drawing_in(shard: VocabularyShard) -> Draw:
             edits = _masks_of_shard(mode, row_slots, edits, shard, run)
         schedule = drawing_schedule(own, logits, edits)
         columns = logits_to_draw_from(schedule, logits, row_slots, edits, run, ExitStack()).logits
-        if mode.capacity:
+        if own.capacity:
             return _draw_from_candidates(mode, schedule, columns, noise_slots, stream, shard, run)
-        return _draw_from_winners(schedule, columns, noise_slots, stream, shard, run)
+        return _draw_from_winners(mode, schedule, columns, noise_slots, stream, shard, run)
 
     return draw
+
+
+def _takes_rows(mode: Mode, logits: Tensor, shard: VocabularyShard) -> bool:
+    """Whether draws of a mode move logits, which is the same on every rank."""
+    if shard.slow_wire:
+        return False
+    num_rows = logits.shape[0]
+    is_small = num_rows * mode.vocab_size * logits.element_size() <= _GATHERED_BYTES and num_rows < _FEWEST_EXCHANGED
+    takes_two = mode.base_is_row if mode.capacity else mode.filters_min_p  # collectives, if not logits
+    return mode.searches or (is_small and takes_two)
 
 
 def _are_by_token(edits: EditInputs | None) -> bool:
@@ -149,12 +179,18 @@ def _masks_of_shard(
 
 
 def _draw_from_winners(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, shard: VocabularyShard, run: Run
+    mode: Mode,
+    schedule: Schedule,
+    logits: AnyLogits,
+    row_slots: RowSlots,
+    stream: int,
+    shard: VocabularyShard,
+    run: Run,
 ) -> SampleOutputs:
     """The winners of races over the columns of all ranks, ``[R]``."""
-    mode, start = schedule.mode, {"start": shard.start}
+    start = {"start": shard.start}
 
-    def winners_of_chunk(logits: AnyLogits, row_slots: RowSlots, largest: Tensor | None) -> Tensor:
+    def winners_of_chunk(logits: AnyLogits, row_slots: RowSlots, largest: Tensor | None, last: Last | None) -> Tensor:
         if not mode.draws:
             blocks = block_maxima(schedule, logits, run)
             return run(first_of_shard, logits, blocks, **schedule.order.blocks, **start)
@@ -163,11 +199,16 @@ def _draw_from_winners(
             row_max, _ = run(mass_units, largest, row_slots)
         elif schedule.races_by_bounds:
             return run(winners_of_leaders, *race_by_bounds(schedule, logits, rows, run, finds_max=False), **start)
-        blocks = race_blocks(schedule, logits, rows, row_max, None, run)
-        return run(winners_of_blocks, logits, blocks, rows, row_max, **schedule.race.blocks_by_bits, **start)
+        blocks = race_blocks(schedule, logits, rows, row_max, last, run)
+        race = logits, blocks, rows, row_max, last
+        return run(winners_of_blocks, *race, **schedule.race.blocks_by_bits, **start)
 
     largest = _largest(schedule, logits, shard, run) if mode.filters_min_p else None
-    winners = in_chunks(schedule, run, winners_of_chunk, logits, row_slots, largest)
+    last = None
+    if mode.searches:
+        assert largest is not None
+        last = _last_kept(mode, schedule, logits, row_slots, largest, stream, shard, run)
+    winners = in_chunks(schedule, run, winners_of_chunk, logits, row_slots, largest, last)
     return run(draw_from_shards, shard.maximum(winners), row_slots)
 
 
@@ -178,6 +219,55 @@ def _largest(schedule: Schedule, logits: AnyLogits, shard: VocabularyShard, run:
         return run(largest_of_shard, block_maxima(schedule, logits, run).keys)
 
     return shard.maximum(in_chunks(schedule, run, largest_of_chunk, logits))
+
+
+def _last_kept(
+    mode: Mode,
+    schedule: Schedule,
+    logits: AnyLogits,
+    row_slots: RowSlots,
+    largest: Tensor,
+    stream: int,
+    shard: VocabularyShard,
+    run: Run,
+) -> Last:
+    """The last token ``[R]`` among the columns of this rank that top-k and top-p keep."""
+    # Each round parts the range of keys in 16, and sums what is from each part on over all ranks. All rows take all
+    # rounds, so that the host waits for nothing. Top-p comes after top-k, whose mass it may be a share of.
+    rows, base = run(rows_of_shard, row_slots, stream=stream, start=shard.start), {"base_is_row": mode.base_is_row}
+    row_max, scale = run(mass_units, largest, row_slots)
+    order, mass = schedule.order.blocks, schedule.mass.blocks
+    every = run(every_key, rows.live)
+
+    def searched(goal: Tensor, *, by_mass: bool) -> KeyRange:
+        static = {**(mass if by_mass else order), "by_mass": by_mass}
+
+        def weights_of_chunk(logits: AnyLogits, keys: KeyRange, row_max: Tensor, scale: Tensor) -> Tensor:
+            return run(row_masses, run(weights_from_keys, logits, keys, row_max, scale, **static))
+
+        keys = every
+        for _ in range(KEY_ROUNDS):
+            weights = shard.total(in_chunks(schedule, run, weights_of_chunk, logits, keys, row_max, scale))
+            keys = run(part_of_keys, keys, weights, goal)
+        return keys
+
+    def masses_of_chunk(logits: AnyLogits, before: Last, row_max: Tensor, scale: Tensor) -> Tensor:
+        return run(row_masses, run(mass_before_winner, logits, before, row_max, scale, **mass).masses)
+
+    def counts_of_chunk(logits: AnyLogits, key: Tensor) -> Tensor:
+        return run(count_of_key, logits, key, **order)
+
+    top_k_keys, top_p_keys, goal = searched(rows.top_k, by_mass=False), None, None
+    if mode.capacity:  # in mode "top_k" no row has top-p
+        reached = run(before_last_key, top_k_keys, **base)
+        masses = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, reached, row_max, scale))
+        goal = run(top_p_goal, masses, top_k_keys, rows, row_max, **base)
+        top_p_keys = searched(goal, by_mass=True)
+    key, kept = run(last_kept_key, top_k_keys, top_p_keys, goal, rows, row_max)
+    counts = in_chunks(schedule, run, counts_of_chunk, logits, key)
+    before = shard.collected(run(row_masses, counts)).unbind()[: shard.rank]
+    last: Last = run(last_of_shard, logits, counts, before, key, kept, **order)
+    return last
 
 
 def _draw_from_candidates(

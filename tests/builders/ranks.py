@@ -6,8 +6,10 @@ import random
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from compiled_sampler import (
     functional,
     replay,
 )
+from compiled_sampler import shard as shard_module
 from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.logprobs import LAWS
@@ -39,7 +42,10 @@ from tests.builders.custom_edits import EDITS, HISTORY, V, params_with, random_i
 from tests.builders.edits import EDITS as EVERY_EDIT
 from tests.builders.edits import random_mask, random_request
 from tests.builders.filters import hard_rows
+from tools.bench.cases import CASES
+from tools.bench.sharded import COUNTED
 
+F32, BF16 = torch.float32, torch.bfloat16
 ROW_TENSORS = ("logits", "draft_logits", "draft_probs", "target_probs")
 """What a call gets that a rank has columns of alone."""
 LAWS_OF_MODES: dict[str, list[dict[str, Any]]] = {
@@ -89,18 +95,18 @@ def _ask(
         dist.destroy_process_group()
 
 
-def shard_of(sizes: Sequence[int]) -> VocabularyShard:
+def shard_of(sizes: Sequence[int], *, slow_wire: bool = False) -> VocabularyShard:
     """The shard of this rank, whose ranks have so many columns."""
     ends = [0, *itertools.accumulate(sizes)]
     rank = dist.get_rank()
-    return VocabularyShard(ends[rank], ends[rank + 1])
+    return VocabularyShard(ends[rank], ends[rank + 1], slow_wire=slow_wire)
 
 
 class Pair:
     """A sampler of whole rows, and one of the columns of this rank, which must return the same."""
 
-    def __init__(self, vocab_size: int, sizes: Sequence[int], **options: Any) -> None:
-        self.shard, self.vocab_size = shard_of(sizes), vocab_size
+    def __init__(self, vocab_size: int, sizes: Sequence[int], *, slow_wire: bool = False, **options: Any) -> None:
+        self.shard, self.vocab_size = shard_of(sizes, slow_wire=slow_wire), vocab_size
         self.device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         backend = options.pop("backend", "eager")
         self.whole = Sampler(vocab_size, 256, self.device, backend="eager", **options)
@@ -170,11 +176,19 @@ def rows_like(count: int, vocab_size: int, seed: int, dtype: torch.dtype = torch
     return plain.to(dtype)
 
 
-def every_mode(vocab_size: int, sizes: Sequence[int], count: int, dtypes: Sequence[torch.dtype]) -> None:
+def every_mode(
+    vocab_size: int,
+    sizes: Sequence[int],
+    count: int,
+    dtypes: Sequence[torch.dtype],
+    names: Sequence[str] = (*LAWS_OF_MODES,),
+    slow_wire: bool = False,
+) -> None:
     """Draws in each mode, by ``Sampler`` and by ``functional.sample``."""
     for base, dtype in (("top_k", dtypes[0]), ("all", dtypes[-1])):
-        pair = Pair(vocab_size, sizes, top_p_base=base, logits_dtype=dtype)
-        for name, laws in LAWS_OF_MODES.items():
+        pair = Pair(vocab_size, sizes, slow_wire=slow_wire, top_p_base=base, logits_dtype=dtype)
+        for name in names:
+            laws = LAWS_OF_MODES[name]
             requests = [SamplingParams(seed=row, **laws[row % len(laws)]) for row in range(count)]
             slots = [pair.added(each) for each in requests]
             logits = rows_like(count, vocab_size, count + len(name), dtype)
@@ -190,6 +204,52 @@ def every_mode(vocab_size: int, sizes: Sequence[int], count: int, dtypes: Sequen
             options |= {"backend": "eager", "draw_index": 2, "vocab_size": vocab_size}
             whole = functional.sample(logits, **options)
             same(whole, functional.sample(pair.columns(logits), shard=pair.shard, **options))
+
+
+def counts_alone(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Draws and verifications that search on a slow wire, in which no logits travel."""
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("logits must not travel")
+
+    with patch.multiple(VocabularyShard, whole_rows=refused, exchanged_rows=refused):
+        every_mode(vocab_size, sizes, 40, (F32, BF16), ("top_k", "full"), slow_wire=True)
+        pair = Pair(vocab_size, sizes, slow_wire=True)
+        slots = [pair.added(SamplingParams(seed=n, top_k=100, top_p=0.8)) for n in range(6)]
+        verified, drafts = pair.plans(slots, num_drafts=[2] * 6), torch.zeros(6, 2, dtype=torch.int64)
+        mask = random_mask(random.Random(1), 18, vocab_size)
+        pair.call("verify", verified, rows_like(18, vocab_size, 1), drafts, torch.arange(6), token_bitmask=mask)
+
+
+def compiled_counts(vocab_size: int) -> None:
+    """A search on a slow wire runs compiled stages alone, and draws as eager torch does; on a single rank."""
+    pair = Pair(vocab_size, (vocab_size,), slow_wire=True, backend="compiled")
+    pair.split.warmup(modes=["full"])
+    lowering = pair.split.statistics().lowering
+    assert lowering is not None
+    assert not lowering.eager_stages
+    laws = LAWS_OF_MODES["full"]
+    plans = pair.plans([pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(32)])
+    for seed in range(5):
+        pair.call("sample", plans, rows_like(32, vocab_size, seed), torch.arange(32))
+
+
+def collectives_as_counted(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Each draw makes the collectives and sends the bytes of ``tools.bench.sharded.COUNTED``, which docs tell."""
+    sent: list[Tensor] = []
+
+    def counting(function: Any, place: int) -> Any:
+        return lambda *args, **options: (sent.append(args[place]), function(*args, **options))[1]
+
+    reduces, gathers = counting(dist.all_reduce, 0), counting(shard_module._all_gather, 1)
+    for case, (count, row_bytes, _) in COUNTED.items():
+        name, _, way = case.partition(", ")
+        sampler = Sampler(vocab_size, 10, backend="eager", shard=shard_of(sizes, slow_wire=bool(way)))
+        plan = sampler.plan([sampler.add_request(replace(CASES[name].params, seed=n)) for n in range(10)])
+        columns, sent[:] = shard_of(sizes).own(rows_like(10, vocab_size, 0), vocab_size), []
+        with patch.object(dist, "all_reduce", reduces), patch.object(shard_module, "_all_gather", gathers):
+            sampler.sample(plan, columns, torch.arange(10))
+        assert (len(sent), sum(each.nbytes for each in sent)) == (count, 10 * row_bytes), case
 
 
 def captured(vocab_size: int, sizes: Sequence[int]) -> None:
@@ -396,6 +456,8 @@ def seeds_of_none() -> None:
 def wrong_shards() -> None:
     """Bounds that do not follow each other are refused on every rank, as are shards of too few tokens."""
     rank = dist.get_rank()
+    with pytest.raises(ValueError, match=r"slow_wire must be one bool on all ranks, got \[False, True\]"):
+        VocabularyShard(rank, rank + 1, slow_wire=rank == 1)
     for bounds, error in (
         (((0, 5), (6, 9)), ValueError),
         (((1, 5), (5, 9)), ValueError),

@@ -6,13 +6,15 @@
     torchrun --nproc-per-node 2 -m tools.bench --sharded --leave
 
 A cell is the time of one call inside a replayed graph of many calls, each on logits of its own, collectives included:
-the slowest rank's median. Beside the library stand: an all-gather of the logits and the sampler of whole rows on every
-rank; an all-to-all, that sampler for B / T rows, and an all-gather of tokens; a gather to rank 0, the sampler there,
-and a broadcast of tokens. All four must draw the same tokens, or the run ends. On the CPU it is gloo, eager torch and
-the clock. Cases that need no search are compiled and measured first, rows in the order of ``WORTH``. After
-``--seconds`` no further cell begins; each cell is stored when it is there. ``--mismatches`` counts the rows, of other
-logits in each replay, in which a rank differs from whole rows. ``--leave`` lets the last rank exit before a step; the
-others must end with torch's error within the timeout, 20 s.
+the slowest rank's median. Beside the library stand: in cases that search, the library with ``slow_wire``, as "counts";
+an all-gather of the logits and the sampler of whole rows on every rank; an all-to-all, that sampler for B / T rows, and
+an all-gather of tokens; a gather to rank 0, the sampler there, and a broadcast of tokens. All must draw the same
+tokens, or the run ends. On the CPU it is gloo, eager torch and the clock.
+
+Cases that need no search are compiled and measured first, rows in the order of ``WORTH``. After ``--seconds`` no
+further cell begins; each cell is stored when it is there. ``--mismatches`` counts the rows, of other logits in each
+replay, in which a rank differs from whole rows. ``--leave`` lets the last rank exit before a step; the others must end
+with torch's error within the timeout, 20 s.
 """
 
 from __future__ import annotations
@@ -39,9 +41,20 @@ from tools.bench.cases import CASES
 from tools.measuring import ROTATED_BYTES, environment, logits_like, write_json
 
 SHARDED_CASES = ("greedy", "no_filter", "min_p .05", "k 50 + p .9", "k 1000", "p .9")
-WAYS = ("ours", "all-gather", "all-to-all", "rank 0")
+WAYS = ("ours", "counts", "all-gather", "all-to-all", "rank 0")
 WORTH = (32, 128, 8, 512, 1)
 """Rows in the order in which they are measured."""
+COUNTED = {
+    "greedy": (1, 16, 1),
+    "no_filter": (1, 16, 1),
+    "min_p .05": (2, 20, 2),
+    "k 50 + p .9": (1, 528, 1),
+    "k 1000, counts": (11, 988, 11),
+    "p .9, counts": (20, 1956, 20),
+}
+"""Collectives, bytes a row and rank, and reads of the shard, as docs/sharded.md counts them."""
+_WIRE_BYTES_PER_US, _READ_BYTES_PER_US = 280e3, 4e6
+"""Of NVLink, by all-to-alls and all-gathers of logits on four H200s, and of an H200's memory."""
 _WARM, _REPEATS, _FEWEST_CALLS, _MOST_CALLS = 3, 15, 8, 48
 _LEAVE_TIMEOUT_S, _PROGRESS_S = 20, 5
 _BEGAN = time.perf_counter()
@@ -63,6 +76,8 @@ class Ranks:
         form = self.vocab_size, self.most, self.device
         self.split = Sampler(*form, backend=backend, shard=self.shard, buckets=sizes)
         self.whole = Sampler(*form, backend=backend, buckets=sizes)
+        counting = VocabularyShard(ends[rank], ends[rank + 1], slow_wire=True)
+        self.counted = Sampler(*form, backend=backend, shard=counting, buckets=sizes)
 
     def say(self, message: str) -> None:
         """Print a line with the seconds since the start, on rank 0."""
@@ -73,6 +88,8 @@ class Ranks:
         """Compile what the cases need, with the processes of all ranks at once."""
         modes = sorted({self.whole.mode_for(CASES[case].params).name for case in cases})
         samplers = {"whole rows": self.whole, "shards": self.split}
+        if self.whole.mode_for(CASES[cases[0]].params).searches:
+            samplers["counts"] = self.counted
         for sampler in samplers.values() if self.compiles else ():
             sampler.warmup(modes=modes, wait=False)
         for name, sampler in samplers.items() if self.compiles else ():
@@ -87,27 +104,30 @@ class Ranks:
             sampler.warmup(progress, modes)
         dist.barrier()
 
-    def plans(self, case: str, rows: int) -> tuple[Plan, Plan, Plan]:
-        """Of the sharded sampler, of the one of whole rows, and of this one for this rank's part of the rows."""
+    def plans(self, case: str, rows: int) -> tuple[Plan, Plan, Plan, Plan]:
+        """Of the sharded samplers, of the one of whole rows, and of this one for this rank's part of the rows."""
+        samplers = self.split, self.counted, self.whole
         for slot in range(self.most - self.whole.num_free_slots):
-            self.whole.remove_request(slot)
-            self.split.remove_request(slot)
+            for sampler in samplers:
+                sampler.remove_request(slot)
         params = [replace(CASES[case].params, seed=row) for row in range(rows)]
-        slots = [self.whole.add_request(each) for each in params]
-        assert [self.split.add_request(each) for each in params] == slots
-        self.slots = slots
-        part = slice(*self.shard.own_part(rows))
-        return self.split.plan(slots), self.whole.plan(slots), self.whole.plan(slots[part])
+        self.slots, *others = ([sampler.add_request(each) for each in params] for sampler in samplers)
+        assert others == [self.slots] * 2
+        split, counted, whole = (sampler.plan(self.slots) for sampler in samplers)
+        return split, counted, whole, self.whole.plan(self.slots[slice(*self.shard.own_part(rows))])
 
     def ways(self, case: str, rows: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """From the columns of this rank to tokens, in each way."""
-        plan, whole_plan, part_plan = self.plans(case, rows)
+        plan, counted_plan, whole_plan, part_plan = self.plans(case, rows)
         positions = torch.arange(rows, device=self.device) + 7
         part, size, shard = slice(*self.shard.own_part(rows)), self.vocab_size, self.shard
         tokens = torch.zeros(rows, dtype=torch.int64, device=self.device)
 
         def ours(columns: Tensor) -> Tensor:
             return self.split.sample(plan, columns, positions).token_ids
+
+        def counts(columns: Tensor) -> Tensor:
+            return self.counted.sample(counted_plan, columns, positions).token_ids
 
         def all_gather(columns: Tensor) -> Tensor:
             return self.whole.sample(whole_plan, shard.whole_rows(columns, size), positions).token_ids
@@ -125,10 +145,12 @@ class Ranks:
             dist.broadcast(tokens, 0)
             return tokens.clone()
 
-        ways = dict(zip(WAYS, (ours, all_gather, all_to_all, rank_0), strict=True))
+        ways = dict(zip(WAYS, (ours, counts, all_gather, all_to_all, rank_0), strict=True))
         equal = len(set(shard.widths(size))) == 1
         if rows < shard.count:
             del ways["all-to-all"]
+        if not plan.mode.searches:
+            del ways["counts"]
         return ways if equal else {name: way for name, way in ways.items() if name != "rank 0"}
 
 
@@ -184,9 +206,9 @@ def measured(ranks: Ranks, case: str, rows: int) -> dict[str, float]:
     return cells
 
 
-def mismatches(ranks: Ranks, case: str, rows: int, count: int) -> tuple[int, int]:
+def mismatches(ranks: Ranks, case: str, rows: int, count: int, name: str) -> tuple[int, int]:
     """Rows in which a replayed draw of this rank differs from that of whole rows, and all rows; of all ranks."""
-    ours, positions = ranks.ways(case, rows)["ours"], torch.arange(rows, device=ranks.device) + 7
+    ours, positions = ranks.ways(case, rows)[name], torch.arange(rows, device=ranks.device) + 7
     whole_plan = ranks.whole.plan(ranks.slots)
     columns = torch.zeros(rows, ranks.shard.width(ranks.vocab_size), device=ranks.device)
     tokens, graph = ours(columns), None
@@ -234,7 +256,7 @@ def run(options: argparse.Namespace) -> None:
             write_json(options.json, {**facts, "table": cells})
     cells.sort(key=lambda cell: (options.cases.index(cell["case"]), cell["rows"]))
     if ranks.shard.rank == 0:
-        console.print(table_of(cells))
+        console.print(table_of(cells), model_table(8, ranks.vocab_size))
     dist.destroy_process_group()
 
 
@@ -249,8 +271,9 @@ def cells_of(ranks: Ranks, options: argparse.Namespace) -> Iterator[dict[str, An
             if options.seconds and max(ranks.shard.told(time.perf_counter() - _BEGAN)) > options.seconds:
                 ranks.say(f"no time for {case}, {rows} rows")
             elif options.mismatches:
-                wrong, count = mismatches(ranks, case, rows, -(-options.mismatches // len(options.cases)))
-                yield {"case": case, "rows": rows, "mismatches": wrong, "of": count}
+                for name in WAYS[: 1 + searches[case]]:
+                    wrong, count = mismatches(ranks, case, rows, -(-options.mismatches // len(options.cases)), name)
+                    yield {"case": case, "rows": rows, "way": name, "mismatches": wrong, "of": count}
             else:
                 yield {"case": case, "rows": rows, **measured(ranks, case, rows)}
 
@@ -262,7 +285,8 @@ def by_worth(rows: Sequence[int]) -> list[int]:
 
 def table_of(cells: list[dict[str, Any]]) -> Table:
     """The cells, with what each other way takes as a multiple of ours."""
-    names = [name for name in dict.fromkeys(name for cell in cells for name in cell) if name not in ("case", "rows")]
+    found = {name for cell in cells for name in cell}
+    names = [name for name in ("way", "mismatches", "of", *WAYS) if name in found]
     table = Table("case", "rows", *names, title=None if "of" in names else _TITLE)
     for cell in cells:
         shown = [str(cell.get(name, "")) for name in names]
@@ -271,6 +295,24 @@ def table_of(cells: list[dict[str, Any]]) -> Table:
                 f"{cell[name]} ({cell[name] / cell['ours']:.2f})" if name in cell else "" for name in names[1:]
             ]
         table.add_row(cell["case"], str(cell["rows"]), *shown)
+    return table
+
+
+def modelled_us(collectives: int, wire_bytes: float, read_bytes: float, ranks: int) -> float:
+    """What latencies, bytes that a rank sends or receives, and reads take one after the other; no instructions."""
+    latency_us = 9.3 + 3.7 * math.log2(ranks / 2)  # 9.3 us measured with 2 ranks, 13 with 4
+    return collectives * latency_us + wire_bytes / _WIRE_BYTES_PER_US + read_bytes / _READ_BYTES_PER_US
+
+
+def model_table(ranks: int, vocab_size: int, rows: Sequence[int] = (8, 32, 128, 512)) -> Table:
+    """``modelled_us`` of each case, and of ways that move logits and read them once, without what they draw by."""
+    shard_bytes = 4 * vocab_size / ranks
+    ways = {name: (count, sent, reads * shard_bytes) for name, (count, sent, reads) in COUNTED.items()}
+    ways["all-to-all"] = 2, shard_bytes * (ranks - 1) / ranks, shard_bytes
+    ways["all-gather"] = 1, shard_bytes * (ranks - 1), ranks * shard_bytes
+    table = Table("way", *(f"{count} rows" for count in rows), title=f"us of a model of {ranks} ranks")
+    for name, (count, sent, read) in ways.items():
+        table.add_row(name, *(f"{modelled_us(count, n * sent, n * read, ranks):.0f}" for n in rows))
     return table
 
 

@@ -15,6 +15,7 @@ def test_three_ranks_return_what_one_does():
     ranks.asked(
         3,
         (ranks.every_mode, 300, sizes, 24, (F32, BF16)),
+        (ranks.counts_alone, 300, sizes),
         (ranks.every_law, 300, sizes),
         (ranks.every_rule, 300, sizes),
         (ranks.every_edit, 129, (60, 0, 69)),
@@ -32,6 +33,8 @@ def test_two_ranks_agree_or_are_told_that_they_do_not():
         (ranks.wrong_shards,),
         (ranks.a_loss_of_torch, 300, (150, 150)),
         (ranks.every_mode, 40, (25, 15), 14, (F32,)),  # fewer tokens than candidates
+        (ranks.counts_alone, 1400, (1100, 300)),  # of several blocks
+        (ranks.collectives_as_counted, 2000, (1000, 1000)),
     )
 
 
@@ -44,6 +47,11 @@ def test_one_rank_or_four_return_what_one_does(sizes):
 @pytest.mark.parametrize("seconds", [0.0, 9.0])
 def test_a_rank_that_leaves_or_hangs_is_an_error_of_the_others(seconds):
     ranks.asked(2, (ranks.a_rank_that_leaves, seconds), timeout_s=4)
+
+
+@pytest.mark.full
+def test_a_search_without_logits_is_compiled():
+    ranks.asked(1, (ranks.compiled_counts, 3000), timeout_s=900)
 
 
 def test_a_shard_needs_a_process_group():
