@@ -8,7 +8,6 @@ from torch import Tensor
 
 from compiled_sampler import EditRows, LogitEdit
 from compiled_sampler.batch import SampleInputs, VerifyInputs
-from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.law import probability_step
@@ -68,12 +67,6 @@ def test_sampling_and_probabilities_read_edited_logits(name):
     made, wanted = probability_step(mode, with_edits), probability_step(mode, edited)
     assert torch.equal(made.probabilities, wanted.probabilities)
     assert not torch.equal(probability_step(mode, inputs).probabilities, wanted.probabilities)
-
-
-def test_compiled_stages_read_edited_logits():
-    mode, inputs = modes_by_name(V)["no_filter"], sampled("no_filter")
-    wanted = sample_step(mode, inputs._replace(logits=both_of(inputs.logits)))
-    assert same(sample_step(mode, inputs._replace(edits=EDITS), CompiledStages()), wanted)
 
 
 def test_drafts_are_drawn_from_edited_logits():
