@@ -16,7 +16,17 @@ from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarni
 from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.passes.candidates import all_coarser
-from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, held, nothing_compiles, same, shared_sampler
+from tests.builders.sampler import (
+    REQUESTS,
+    SHARED_SLOTS,
+    V,
+    held,
+    nothing_compiles,
+    same,
+    shared_sampler,
+    stages_stay_eager,
+)
+from tests.tiers import tiers
 
 
 class Pair(NamedTuple):
@@ -110,16 +120,15 @@ def test_options_are_passed_and_the_global_ones_left_alone(compilations):
 def test_seeds_of_the_caller_neither_mix_up_stages_nor_change(caches):
     x = torch.randn(3, 5)
     with torch._inductor.config.patch(fx_graph_cache=caches):
-        for stage in (lambda x: x + 1, lambda x: x * 2.5, lambda x: x.amax(-1)):
+        for stage in (lambda x: x + 1, lambda x: x.amax(-1)):
             random.seed(0)
             before = random.getstate()
             assert torch.equal(CompiledStages()(stage, x), stage(x))
             assert random.getstate() == before
 
 
-@pytest.mark.parametrize("rows", [1, 7])
-def test_float_arithmetic_keeps_its_bits(rows):
-    x, t = torch.randn(rows, 3001), torch.rand(rows, 1)
+def test_float_arithmetic_keeps_its_bits():
+    x, t = torch.randn(7, 3001), torch.rand(7, 1)
     wanted = relative(x, t)
     assert torch.equal(CompiledStages()(relative, x, t), wanted)
     assert not torch.equal(CompiledStages(options={})(relative, x, t), wanted)
@@ -160,7 +169,8 @@ def test_warmup_reports_every_stage_it_compiles_and_every_mode_it_runs(monkeypat
     monkeypatch.setattr(StageCode, "is_on_disk", lambda *_: False)
     calls: list[tuple[int, int, str]] = []
     sampler = Sampler(V, SHARED_SLOTS, backend="compiled")
-    sampler.warmup(lambda *call: calls.append(call))
+    with stages_stay_eager():
+        sampler.warmup(lambda *call: calls.append(call))
     assert [done for done, _, _ in calls] == list(range(1, len(calls) + 1))
     assert {total for _, total, _ in calls} == {len(calls)}
     stages = sum(label.startswith("compiled stage ") for _, _, label in calls)
@@ -169,7 +179,8 @@ def test_warmup_reports_every_stage_it_compiles_and_every_mode_it_runs(monkeypat
         assert count == (len(calls) - stages) / len(sampler.modes) >= 2
     sampler = Sampler(V, SHARED_SLOTS, backend="compiled")
     calls.clear()
-    sampler.warmup(lambda *call: calls.append(call), modes=["greedy"])
+    with stages_stay_eager():
+        sampler.warmup(lambda *call: calls.append(call), modes=["greedy"])
     assert {total for _, total, _ in calls} == {len(calls)}
     stages = {label for _, _, label in calls if label.startswith("compiled stage ")}
     assert stages == {"compiled stage order_maxima", "compiled stage first_from_blocks"}
@@ -183,9 +194,12 @@ def test_a_warmup_whose_stages_are_on_disk_compiles_none():
     assert sampler.statistics().lowering.eager_stages == {}
 
 
-def test_after_warmup_no_mode_compiles():
-    sampler = shared_sampler(V)
-    sampler.warmup()
+@pytest.mark.parametrize("compiling", tiers([stages_stay_eager], [stages_stay_eager, nullcontext]))
+def test_after_warmup_no_mode_compiles(compiling):
+    """What compiled stages draw is compared in ``test_determinism.py``."""
+    sampler = Sampler(V, SHARED_SLOTS, backend="compiled")
+    with compiling():
+        sampler.warmup()
     with held(sampler, list(REQUESTS.values())) as slots, nothing_compiles():
         for rows in ([slots[i]] * count for i in range(len(slots)) for count in (1, 2, 9)):
             out = sampler.sample(sampler.plan(rows), torch.randn(len(rows), V), torch.arange(len(rows)))
