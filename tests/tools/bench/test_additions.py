@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compiled_sampler import Logprobs
-from tests.builders.sampler import V
+from tests.builders.sampler import V, stages_stay_eager
 from tools.bench import __main__ as bench
 from tools.bench import additions, custom_edits
 from tools.bench.additions import Addition, AdditionCell
@@ -17,7 +17,7 @@ CUSTOM = ["no digits", "no digits, eager before"]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """The vocabulary whose stages other tests compile, short histories, and few additions of each kind."""
+    """A small vocabulary, short histories, few additions of each kind, and stages that take no compiler."""
     monkeypatch.setattr(additions, "edits_of", lambda vocab_size: {"no digits": None})
     monkeypatch.setattr(additions, "TARGET_VOCAB_SIZE", V)
     monkeypatch.setattr(additions, "PROMPT", 20)
@@ -25,6 +25,8 @@ def small(monkeypatch):
     monkeypatch.setattr(additions, "ROWS", {"cpu": [8]})
     monkeypatch.setattr(additions, "EDITS", {"mask": Addition(is_masked=True), "consumed": Addition(consumes=True)})
     monkeypatch.setattr(additions, "LOGPROBS", {"raw": Addition(logprobs=Logprobs(rank=True))})
+    with stages_stay_eager():
+        yield
 
 
 @pytest.mark.parametrize(("option", "names"), [("--edits", ["mask", "consumed", *CUSTOM]), ("--logprobs", ["raw"])])
