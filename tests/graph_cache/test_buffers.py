@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from graph_cache import GraphCache
-from graph_cache.buffers import InputBuffer, OutputBuffers
+from graph_cache.buffers import InputBuffer
 from graph_cache.copies import copy_tensors
-from graph_cache.registry import BufferSpec, first_rows
+from graph_cache.registry import BufferSpec
 from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, expected, same_bits
 
 CPU = torch.device("cpu")
@@ -89,21 +89,6 @@ def test_a_source_that_requires_grad_leaves_the_buffer_outside_autograd() -> Non
     staged(buffer, torch.ones(4, requires_grad=True), 4, 4)
     assert not buffer.tensor.requires_grad
     assert buffer.tensor.tolist() == [1.0] * 4
-
-
-def test_the_first_rows_of_a_wider_tensor_are_a_view_of_its_origin() -> None:
-    wide = torch.arange(24).view(4, 6)
-    view = first_rows(wide, 2, (3,))
-    assert view.tolist() == [[0, 1, 2], [6, 7, 8]]
-    assert view.data_ptr() == wide.data_ptr()
-
-
-def test_results_are_interchangeable_only_with_equal_types_tails_and_dtypes() -> None:
-    layout = OutputBuffers(Scores(torch.zeros(2), torch.zeros(2, 3)), 4).layout
-    assert layout == OutputBuffers.layout_of(Scores(torch.zeros(1), torch.zeros(1, 3)))
-    assert layout != OutputBuffers.layout_of(Scores(torch.zeros(2), torch.zeros(2, 4)))
-    assert layout != OutputBuffers.layout_of(Scores(torch.zeros(2).long(), torch.zeros(2, 3)))
-    assert layout != OutputBuffers.layout_of((torch.zeros(2), torch.zeros(2, 3)))
 
 
 def test_a_fill_that_the_dtype_would_round_is_refused() -> None:

@@ -1,47 +1,12 @@
-"""The command that runs the tests of adapters in their engines."""
+"""What engines are run from and timed by: a published source, and steps of transformers."""
 
-import sys
 import zipfile
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from tools.engines import __main__ as engines
 from tools.engines import published_source, transformers_step
-
-
-def test_the_environment_is_made_once_and_the_arguments_reach_pytest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engines, "ENVIRONMENT", tmp_path / ".engines")
-    monkeypatch.setattr(sys, "argv", ["engines", "--engine", "transformers", "--version", "5.17.0", "-k", "greedy"])
-
-    def create(folder: Path, with_pip: bool) -> None:
-        (folder / "bin").mkdir(parents=True)
-        (folder / "bin" / "python").touch()
-
-    with mock.patch.object(engines.venv, "create", side_effect=create) as creating:
-        for _ in range(2):
-            with mock.patch.object(engines.subprocess, "run") as running:
-                running.return_value.returncode = 3
-                assert engines.main() == 3
-    assert creating.call_count == 1
-    installed, _, tested = (call.args[0] for call in running.call_args_list)
-    assert "transformers==5.17.0" in installed
-    assert tested[-3:] == [engines.TESTS, "-k", "greedy"]
-
-
-def test_every_engine_is_tried_and_a_version_belongs_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[str] = []
-    results = {"transformers": 0, "vllm": 2, "sglang": 0}
-    monkeypatch.setattr(engines, "run_tests", lambda name, *rest: tried.append(name) or results[name])
-    monkeypatch.setattr(sys, "argv", ["engines"])
-    assert engines.main() == 2
-    assert tried == list(engines.NAMES)
-    monkeypatch.setattr(sys, "argv", ["engines", "--version", "5.17.0"])
-    with pytest.raises(SystemExit):
-        engines.main()
 
 
 def test_a_step_is_the_difference_of_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, SamplingParams, functional
-from tests.builders.sampler import holding, same
+from tests.builders.sampler import V, holding, same
 
-V, R = 257, 6
+R = 6
 PARAMS = [
     SamplingParams(seed=i, **own) for i, own in enumerate([{"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.01}, {}] * 2)
 ]

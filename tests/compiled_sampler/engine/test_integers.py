@@ -43,11 +43,6 @@ def sampler(request: pytest.FixtureRequest) -> Sampler:
     return verifying_sampler(request.param, V, PARAMS, K)
 
 
-@pytest.fixture
-def replaying() -> Sampler:
-    return verifying_sampler("graph", V, PARAMS, K)
-
-
 def logits_of(rows: int, seed: int = 0) -> Tensor:
     return 2.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
 
@@ -160,9 +155,9 @@ def test_numbers_of_64_bits_pass_and_all_others_are_converted_with_one_launch():
 def test_kernels_that_were_compiled_for_64_bits_serve_32():
     """So a warm-up prepares both, and an engine's own capture needs no more; other tests compile these stages too."""
     sampler = Sampler(SHARED_V, SHARED_SLOTS, backend="compiled")
-    plan, planned = (sampler.plan([-1] * N, "no_filter", counts) for counts in (None, [1] * N))
+    plan, planned = (sampler.plan([-1] * N, "no_filter", counts) for counts in (None, [K] * N))
     slots = torch.tensor([sampler.add_request(SamplingParams(seed=n)) for n in range(N)])
-    logits, where, tokens = 2.0 * torch.randn(2 * N, SHARED_V), torch.arange(N), drafts_of(1)
+    logits, where, tokens = 2.0 * torch.randn((K + 1) * N, SHARED_V), torch.arange(N), drafts_of()
 
     def drawn(dtype: torch.dtype) -> tuple[Outputs, Outputs]:
         plans = (dataclasses.replace(each, slot_ids=slots.to(dtype)) for each in (plan, planned))

@@ -66,18 +66,6 @@ def test_the_graph_backend_without_cuda_calls_its_stages(name, rows):
     assert (after.variants, after.captures, after.fallbacks, after.buffer_bytes) == (0, 0, {}, 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "vocab_size", "dtype"), [(name, *LAYOUTS[n % len(LAYOUTS)]) for n, name in enumerate(REQUESTS)]
-)
-def test_every_mode_that_covers_a_request_draws_the_same(name, vocab_size, dtype):
-    sampler, logits = shared_sampler(vocab_size, dtype, "eager"), rows_of(20, vocab_size, dtype)
-    wanted = drawn(sampler, [REQUESTS[name]] * 20, logits)
-    modes = [mode.name for mode in sampler.modes if uncovered(mode, REQUESTS[name]) is None]
-    assert "full" in modes
-    for mode in modes:
-        assert same(drawn(sampler, [REQUESTS[name]] * 20, logits, mode=mode), wanted)
-
-
 @pytest.mark.parametrize("base", ["top_k", "all"])
 def test_tokens_are_the_oracles(base):
     params = [SamplingParams(temperature=0.7, top_k=12, top_p=0.6, min_p=0.02, seed=seed) for seed in range(60)]
@@ -191,12 +179,3 @@ def test_plus_infinity_wins_at_any_temperature_in_every_mode(temperature):
         assert all(same(each, results[0]) for each in results)
         assert set(results[0].token_ids.tolist()) <= {1, 3}
         assert results[0].status.tolist() == [RowStatus.POSITIVE_INFINITY] * 8
-
-
-def test_binding_changes_no_token(sampler):
-    slot, buffer = sampler.add_request(PARAMS[4]), torch.full((8, V + 3), torch.nan)
-    buffer[:, :V] = rows_of(8)
-    wanted = sampler.sample(sampler.plan([slot] * 8), rows_of(8), torch.arange(8))
-    for bound in (buffer, None, None):
-        sampler.bind_logits(bound)
-        assert same(sampler.sample(sampler.plan([slot] * 8), buffer, torch.arange(8)), wanted)

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,9 +20,9 @@ from compiled_sampler.edits.recording import DrawEnds
 from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.comparison import KINDS, difference, hard_rows, outcome
 from compiled_sampler.lowering.compiled_stages import VARIABLE, StageWarning
-from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.passes import cliff, deviation, mass_filters, typical
+from compiled_sampler.passes.race import first_from_blocks
 from tests.builders import custom_edits, edit_states
 from tests.builders.sampler import REQUESTS, V, drawn, same, shared_sampler
 
@@ -33,38 +33,27 @@ pytestmark = [
 ]
 
 
-class OffByOneBit:
-    """A compiled stage, the lowest bit of whose integers is flipped."""
+def stand_in(monkeypatch: pytest.MonkeyPatch, wrong: Mapping[Any, Any]) -> None:
+    """Every stage is eager torch's instead of a compiled one, but for some, which do otherwise."""
 
-    def __init__(self, made) -> None:
-        """Of the right one."""
-        self._made = made
+    def made(code: StageCode, *_: Any, **__: Any) -> Any:
+        run: Any = partial(wrong.get(code.stage, code.stage), **code.static)
+        run.guard_check, run.disable_guard_check = (lambda *tensors: True), (lambda: None)
+        return run
 
-    def __call__(self, *tensors):
-        """The results, spoilt."""
-        return tree_map_only(Tensor, lambda x: x ^ 1 if x.dtype == torch.int64 else x, self._made(*tensors))
+    monkeypatch.setattr(StageCode, "found_or_compiled", made)
 
-    def guard_check(self, *tensors) -> bool:
-        """As the right one."""
-        return self._made.guard_check(*tensors)
 
-    def disable_guard_check(self) -> None:
-        """As the right one."""
-        self._made.disable_guard_check()
+def off_by_one_bit(*tensors: Any, **static: Any) -> Any:
+    """What ``first_from_blocks`` makes, the lowest bit of whose integers is flipped."""
+    made = first_from_blocks(*tensors, **static)
+    return tree_map_only(Tensor, lambda x: x ^ 1 if x.dtype == torch.int64 else x, made)
 
 
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The stage ``first_from_blocks`` is compiled wrongly, and nothing is kept on disk."""
-    right = stage_code.compiled
-
-    def compiled(stage, *rest):
-        made = right(stage, *rest)
-        return OffByOneBit(made) if stage.__name__.startswith("first_from_blocks") else made
-
-    monkeypatch.setattr(stage_code, "compiled", compiled)
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        yield
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage is compiled wrongly."""
+    stand_in(monkeypatch, {first_from_blocks: off_by_one_bit})
 
 
 @pytest.fixture
@@ -191,14 +180,8 @@ def prepared(*edits: str, slots: int = 5) -> Sampler:
 
 def found(monkeypatch: pytest.MonkeyPatch, sampler: Sampler, idle: Mapping[Any, Any]) -> set[str]:
     """Stages that a warm-up finds to differ, where some are idle and all others those of eager torch."""
-
-    def made(code: StageCode, *_: Any, **__: Any) -> Any:
-        run: Any = partial(idle.get(code.stage, code.stage), **code.static)
-        run.guard_check, run.disable_guard_check = (lambda *tensors: True), (lambda: None)
-        return run
-
     monkeypatch.setenv(VARIABLE, "1")
-    monkeypatch.setattr(StageCode, "found_or_compiled", made)
+    stand_in(monkeypatch, idle)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StageWarning)
         sampler.warmup(modes=["greedy"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Sampler, SamplingParams, VerifyInputs, VerifyOutputs
+from compiled_sampler import SamplingParams, VerifyInputs
 from compiled_sampler.batch import RowStatus
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.row_table import unfiltered_table
@@ -24,7 +24,7 @@ from compiled_sampler.modes import (
 from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.speculation import reference
 from tests.builders.inputs import full_mode, slot_table
-from tests.builders.sampler import V, same, shared_sampler
+from tests.builders.sampler import same
 from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.oracles import oracle
 from tests.oracles import oracle_verification as exact
@@ -197,20 +197,3 @@ def test_a_wrong_definition_is_detected(wrong, monkeypatch):
     assert same(reference.verify(mode, inputs), wanted)
     monkeypatch.setattr(reference, *WRONG[wrong])
     assert not same(reference.verify(mode, inputs), wanted)
-
-
-def verified(sampler: Sampler, rule: str, logits: Tensor, drafts: Tensor) -> VerifyOutputs:
-    slots = [sampler.add_request(SamplingParams(seed=seed, top_p=0.9)) for seed in (1, 2, 3)]
-    found = sampler.verify(sampler.plan(slots, "full", [2, 0, 1]), logits, drafts, torch.tensor([3, 4, 2**40]), rule)
-    for slot in slots:
-        sampler.remove_request(slot)
-    return found
-
-
-def test_the_backend_verifies_as_others_do(generator):
-    logits = 3.0 * torch.randn(6, V, generator=generator)
-    drafts = torch.stack([logits[[0, 3, 4]].argmax(-1), logits[[1, 3, 4]].argmax(-1)], 1)
-    for rule in RULES:
-        found = [verified(shared_sampler(V, backend=each), rule, logits, drafts) for each in ("reference", "eager")]
-        assert same(*found)
-    assert not same(found[0], verified(shared_sampler(V, backend="reference"), rule, logits.roll(1, 1), drafts))

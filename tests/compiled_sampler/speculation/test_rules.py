@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from compiled_sampler.batch import RowStatus, SampleInputs, VerifyInputs, VerifyOutputs, tensors_of
@@ -266,26 +264,6 @@ def test_greedy_requests_get_the_same_in_every_mode_and_rule(rule, kind, base):
     wanted = verify("match", "one_hot", inputs._replace(proposals=None), mode_table(V, base)[0])
     assert all(same(result, wanted) for result in results)
     assert wanted.token_ids[:, 0].tolist() == logits[:, 0].argmax(-1).tolist()
-
-
-@settings(max_examples=60)
-@given(st.data())
-def test_match_emits_what_the_plain_sampler_draws(data):
-    width = data.draw(st.integers(0, 8))
-    lengths = data.draw(st.lists(st.integers(0, width), min_size=1, max_size=5))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
-    vocab_size = data.draw(st.sampled_from([1, 3, 65, V]))
-    logits = 2.0 * torch.randn(sum(lengths) + len(lengths), vocab_size, generator=generator)
-    drafts = torch.zeros(len(lengths), width, dtype=torch.int64)
-    inputs = verify_inputs(logits, drafts, num_drafts=lengths, params=MIXED, vocab_size=vocab_size)
-    wanted = []
-    for n, tokens in enumerate(plain(inputs)):
-        num_right = data.draw(st.integers(0, lengths[n]))
-        ids = [*tokens[:num_right], *data.draw(st.lists(st.integers(-1, vocab_size), min_size=8, max_size=8))][:width]
-        drafts[n] = torch.tensor(ids, dtype=torch.int64)
-        agree = next((j for j in range(lengths[n]) if ids[j] != tokens[j]), lengths[n])
-        wanted.append(tokens[: agree + 1] + [-1] * (width - agree))
-    assert verify("match", "one_hot", inputs).token_ids.tolist() == wanted
 
 
 FREE = [

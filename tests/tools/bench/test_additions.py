@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from compiled_sampler import Logprobs
+from tests.builders.sampler import V, stages_stay_eager
 from tools.bench import __main__ as bench
 from tools.bench import additions, custom_edits
 from tools.bench.additions import Addition, AdditionCell
@@ -16,14 +17,16 @@ CUSTOM = ["no digits", "no digits, eager before"]
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """A small vocabulary, short histories, few additions of each kind, and one edit of a user."""
+    """A small vocabulary, short histories, few additions of each kind, and stages that take no compiler."""
     monkeypatch.setattr(additions, "edits_of", lambda vocab_size: {"no digits": None})
-    monkeypatch.setattr(additions, "TARGET_VOCAB_SIZE", 5000)
+    monkeypatch.setattr(additions, "TARGET_VOCAB_SIZE", V)
     monkeypatch.setattr(additions, "PROMPT", 20)
     monkeypatch.setattr(additions, "OUTPUT", 10)
     monkeypatch.setattr(additions, "ROWS", {"cpu": [8]})
     monkeypatch.setattr(additions, "EDITS", {"mask": Addition(is_masked=True), "consumed": Addition(consumes=True)})
     monkeypatch.setattr(additions, "LOGPROBS", {"raw": Addition(logprobs=Logprobs(rank=True))})
+    with stages_stay_eager():
+        yield
 
 
 @pytest.mark.parametrize(("option", "names"), [("--edits", ["mask", "consumed", *CUSTOM]), ("--logprobs", ["raw"])])
@@ -49,7 +52,7 @@ def test_each_step_that_consumes_gets_its_logits_as_they_were(monkeypatch):
     monkeypatch.setattr(additions.Sampler, "sample", noted)
     consumed = {"consumed": Addition({"frequency_penalty": 1.0}, consumes=True)}
     list(additions.measure(consumed, [8], ["greedy"], "cpu", torch.float32))
-    originals = additions.rotated_logits(8, 5000, torch.device("cpu"), torch.float32)
+    originals = additions.rotated_logits(8, V, torch.device("cpu"), torch.float32)
     assert len(seen) > 2 * len(originals)
     assert all(torch.equal(each, originals[n % len(originals)]) for n, each in enumerate(seen))
 
@@ -77,7 +80,7 @@ def test_wrong_tokens_and_wrong_logprobs_end_the_run(field, name, monkeypatch):
 
     def timed():
         if name == "guidance, edit":
-            return custom_edits.custom_us("guidance", "greedy", 9, torch.device("cpu"), torch.float32, 300)
+            return custom_edits.custom_us("guidance", "greedy", 9, torch.device("cpu"), torch.float32, V)
         return additions.measure({**additions.EDITS, **additions.LOGPROBS}, [8], ["greedy"], "cpu", torch.float32)
 
     monkeypatch.setattr(additions.Sampler, "sample", wrong)
@@ -87,6 +90,6 @@ def test_wrong_tokens_and_wrong_logprobs_end_the_run(field, name, monkeypatch):
 
 @pytest.mark.parametrize("name", custom_edits.edits_of(1))
 def test_each_edit_of_a_user_is_timed_in_the_sampler_and_before_it(name):
-    found = custom_edits.custom_us(name, "greedy", 9, torch.device("cpu"), torch.float32, 300)
+    found = custom_edits.custom_us(name, "greedy", 9, torch.device("cpu"), torch.float32, V)
     assert {*found} == {"plain", "edit", "before"}
     assert min(found.values()) > 0.0

@@ -1,7 +1,6 @@
 """Baselines draw from the law that the library draws from, and one that fails or is missing ends nothing."""
 
 import dataclasses
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -80,28 +79,3 @@ def test_an_engine_that_is_missing_is_said_to_be() -> None:
     if baselines.imported("flashinfer.sampling") is None:
         rows = baselines.baselines_of(CASES["p .9"])
         assert rows[baselines.BY_ROW] == rows[baselines.OF_ALL] == "not installed"
-
-
-@pytest.mark.parametrize("name", ["k 50 + p .9", "k 50 + p .9 + min_p .05", "p .9", "k 1000", "min_p .05"])
-def test_flashinfer_is_called_with_tensors_by_row_that_are_made_once_and_with_numbers(name: str) -> None:
-    given, params = list[object](), CASES[name].params
-    sampling = mock.MagicMock()
-    for function in ("softmax", "top_k_renorm_probs", "top_p_renorm_probs"):
-        getattr(sampling, function).side_effect = lambda probs, *options, **named: given.extend(
-            [*options, *named.values()]
-        )
-    for function in ("top_k_top_p", "top_k", "top_p", "min_p"):
-        made = getattr(sampling, f"{function}_sampling_from_probs")
-        made.side_effect = lambda probs, *options: given.extend(options)
-    batch = batch_of(CASES[name], 3)
-    for _ in range(2):
-        baselines.flashinfer_sampled(sampling, params, batch, by_row=True)
-    first, again = given[: len(given) // 2], given[len(given) // 2 :]
-    assert all(isinstance(each, Tensor) and each.shape == (3,) for each in first)
-    assert [id(each) for each in first] == [id(each) for each in again]
-    numbers = [each[0].item() for each in first if isinstance(each, Tensor)]
-    given.clear()
-    baselines.flashinfer_sampled(sampling, params, batch)
-    assert not any(isinstance(each, Tensor) for each in given)
-    assert given == pytest.approx(numbers)
-    assert len(given) >= 2

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tools import readme
 from tools.bench import __main__ as bench
 from tools.bench.cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES
 from tools.bench.cells import (
@@ -65,15 +64,6 @@ def test_a_table_has_a_line_for_each_peer_and_for_what_was_measured_now() -> Non
     (both,) = with_peers([cell], PEERS)
     assert both.baselines == {"slow": 10.0, "fast": 6.5, "wrong": 1.0, "torch.argmax": 8.0}
     assert tables_of([both])[0].row_count == 5
-
-
-def test_the_readme_sets_the_fastest_beside_each_cell() -> None:
-    verified = dataclasses.replace(CELL, num_drafts=3)
-    cells = [CELL, verified, dataclasses.replace(CELL, rows=1)]
-    sampled = readme.compared(cells, PEERS).splitlines()
-    assert sampled == ["| case | B=8 |", "| --- | ---: |", "| greedy | 4.5 / 6.5 |"]
-    drafted = readme.compared(cells, PEERS, verifies=True).splitlines()
-    assert drafted == ["| case | requests=8 |", "| --- | ---: |", "| greedy | 4.5 / 6.5 |"]
 
 
 def test_peers_are_not_shown_beside_another_machine() -> None:

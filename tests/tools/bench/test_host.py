@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from rich.console import Console
 
 from compiled_sampler import Sampler
 from tools.bench import __main__ as bench
@@ -16,14 +15,12 @@ from tools.bench.host import (
     IN_STEP,
     LAUNCH,
     ROUND,
-    HostCell,
     after,
     asked_of_the_driver,
     bare_calls,
     in_turns,
     low_of,
     python_work,
-    table_of,
     timed,
 )
 from tools.bench.host_steps import bound_to, num_slots, sampled_steps
@@ -54,14 +51,6 @@ def test_a_step_asks_the_driver_for_no_more_than_it_must(step):
         found = asked_of_the_driver(call)
     assert {kind: found[kind] for kind in ASKED[step]} == ASKED[step]
     assert found["waits"] < 0.5  # the profiler itself waits once or twice in all
-
-
-def test_a_cell_is_a_line():
-    asked = {"launches": 2.0, "graphs": 1.0, "copies": 0.0, "waits": 0.0, "allocations": 0.0}
-    console = Console(width=150, record=True, file=None)
-    with console.capture() as captured:
-        console.print(table_of([HostCell("kept plan", "mixed modes", 8, 31.26, 28.11, 5.9, 11.4, asked)]))
-    assert [part in captured.get() for part in ("kept plan", "31.3", "28.1", "5.9", "11.4")] == [True] * 5
 
 
 @pytest.mark.gpu

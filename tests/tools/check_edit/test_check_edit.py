@@ -6,6 +6,7 @@ import torch
 from compiled_sampler.lowering.comparison import KINDS
 from tests.builders.custom_edits import EDITS
 from tests.builders.edit_states import EDITS as STATEFUL
+from tests.tiers import tiers
 from tests.tools.check_edit.broken_edits import (
     BROKEN,
     BROKEN_STATE,
@@ -21,26 +22,38 @@ from tools.check_edit import findings
 from tools.check_edit.calls import hard_rows
 
 V = 131
+EXACT = {**EDITS, **PARTED, **STATEFUL, "by_table": Stateful(by_table)}
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Nothing is compiled: neither an edit alone, nor as a sampler serves it."""
+    for name in ("_compiled", "served_differences"):
+        monkeypatch.setattr(findings, name, lambda *args: [])
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("name", EXACT)
 def test_nothing_is_found_in_edits_that_keep_their_bits(name):
-    """By reading, at other columns, in other batches, and compiled: alone, and as a sampler serves it."""
-    assert findings.check_edit(EDITS[name], vocab_size=129) == []
+    """By reading, at other columns and in other batches.
+
+    A part of a result is no operation of its own, and one that nobody reads is not looked at. State of tokens moves
+    with the columns; other state does not, even if it has as many numbers as a row.
+    """
+    assert findings.check_edit(EXACT[name], vocab_size=129) == []
 
 
+@pytest.mark.parametrize("name", tiers(["Stepped", "by_table"], EXACT))
+def test_nothing_is_found_in_them_when_they_are_compiled(name):
+    assert findings.check_edit(EXACT[name], vocab_size=129) == []
+
+
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", BROKEN)
-def test_the_operation_that_breaks_the_bits_is_named(name, monkeypatch):
-    monkeypatch.setattr(findings, "_compiled", lambda *args: [])
+def test_the_operation_that_breaks_the_bits_is_named(name):
     function, operation, reason = BROKEN[name]
     found = findings.check_edit(Written(function), vocab_size=V)
     assert any(each.operation == operation and reason in each.reason for each in found), found
-
-
-@pytest.mark.parametrize("name", PARTED)
-def test_nothing_is_found_in_operations_of_several_results(name):
-    """A part of a result is no operation of its own, and one that nobody reads is not looked at."""
-    assert findings.check_edit(PARTED[name], vocab_size=129) == []
 
 
 def test_a_history_that_is_written_is_refused():
@@ -52,15 +65,9 @@ def test_a_history_that_is_written_is_refused():
         findings.check_edit(Reading(writes), vocab_size=V)
 
 
-@pytest.mark.parametrize("edit", [*STATEFUL.values(), Stateful(by_table)], ids=[*STATEFUL, "by_table"])
-def test_nothing_is_found_in_edits_with_state_that_keep_their_bits(edit):
-    """State of tokens moves with the columns, other state does not, even if it has as many numbers as a row."""
-    assert findings.check_edit(edit, vocab_size=129) == []
-
-
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("name", BROKEN_STATE)
-def test_an_operation_that_breaks_the_bits_with_state_is_named(name, monkeypatch):
-    monkeypatch.setattr(findings, "_compiled", lambda *args: [])
+def test_an_operation_that_breaks_the_bits_with_state_is_named(name):
     function, operation, reason = BROKEN_STATE[name]
     found = findings.check_edit(Stateful(function), vocab_size=V)
     assert any(each.operation.startswith(operation) and reason in each.reason for each in found), found
@@ -103,6 +110,7 @@ def test_hard_rows_hold_what_is_hard():
     assert any(len(row.unique()) < V // 4 for row in rows if not row.isnan().any())
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_the_command_says_what_it_found(capsys):
     command.main(["examples.no_digits:NoDigits", "--vocab", "64", "--device", "cpu"])
     assert "the same bits" in capsys.readouterr().out
@@ -118,6 +126,7 @@ def test_the_command_says_what_it_found(capsys):
         command.main(["examples.guidance:Guidance", "--params", '{"scal": 3}'])
 
 
+@pytest.mark.usefixtures("uncompiled")
 def test_an_edit_that_promises_bits_and_breaks_them_fails_the_command(monkeypatch):
     monkeypatch.setattr(Softcap, "bit_exact", True)
     with pytest.raises(SystemExit) as ended:
@@ -126,9 +135,7 @@ def test_an_edit_that_promises_bits_and_breaks_them_fails_the_command(monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "edit", [*EDITS.values(), *STATEFUL.values(), *PARTED.values()], ids=[*EDITS, *STATEFUL, *PARTED]
-)
-def test_nothing_is_found_on_a_gpu_either(edit):
+@pytest.mark.parametrize("name", EXACT)
+def test_nothing_is_found_on_a_gpu_either(name):
     """Eager, compiled and replayed there, compared with the CPU."""
-    assert findings.check_edit(edit, vocab_size=129, device="cuda") == []
+    assert findings.check_edit(EXACT[name], vocab_size=129, device="cuda") == []

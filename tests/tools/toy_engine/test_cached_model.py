@@ -1,4 +1,4 @@
-"""A model with a cache: rows in any batch, over any drafts, against texts that are read as a whole."""
+"""A model with a cache: rows in any batch, against texts that are read as a whole."""
 
 import pytest
 import torch
@@ -52,33 +52,6 @@ def test_numbers_of_rows_move_float64_logits_far_below_the_last_bit_of_a_float32
     assert (together - alone).abs().max() < 1e-12
     assert (together[:, :7] - short).abs().max() < 1e-12
     assert 5 < together.abs().max() < 100
-
-
-def test_rejected_drafts_leave_no_trace(model: Model, texts: Tensor) -> None:
-    first, second = (CachedModel(model, 1, LENGTH) for _ in range(2))
-    slots = torch.zeros(4, dtype=torch.int64)
-    for cached in (first, second):
-        cached.read(0, texts[0, :5].tolist())
-    first.logits(slots, torch.arange(5, 9), torch.tensor([int(texts[0, 5]), 99, 98, 97]))
-    for position in range(5, 9):
-        rows = [
-            cached.logits(slots[:1], torch.tensor([position]), texts[0, position : position + 1])
-            for cached in (first, second)
-        ]
-        assert torch.equal(*rows)
-
-
-def test_padding_changes_nobodys_text(model: Model, texts: Tensor) -> None:
-    first, second = (CachedModel(model, 2, LENGTH) for _ in range(2))
-    first.logits(torch.tensor([-1, 1, -1]), torch.tensor([3, -1, -7]), torch.tensor([5, 6, -1]))
-    for cached in (first, second):
-        cached.read(1, texts[0, :5].tolist())
-    rows = [
-        cached.logits(torch.tensor([1, -1]), torch.tensor([5, 0]), torch.tensor([7, -1]))[0]
-        for cached in (first, second)
-    ]
-    assert torch.equal(*rows)
-    first.read(0, [])
 
 
 @pytest.mark.gpu

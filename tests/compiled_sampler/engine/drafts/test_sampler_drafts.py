@@ -287,8 +287,8 @@ def test_backends_verify_the_same(backend, rule):
     known = [Verification("rejection", 3, "probabilities")]
     eager, other = (Sampler(V, SHARED_SLOTS, backend=each, verifications=known) for each in ("eager", backend))
     assert [each.add_request(params) for params in PARAMS[:2] for each in (eager, other)] == [0, 0, 1, 1]
-    batch = batch_of(eager, [0, 1, -1, 1, 1], [1, 2, 1, 0, 2])
-    given = proposals("" if rule == "match" else "draft_probs", 6)
+    batch = batch_of(eager, [0, 1, -1, 1, 1], [1, 3, 1, 0, 2])  # as wide as in the self-check
+    given = proposals("" if rule == "match" else "draft_probs", 7)
     plan = other.plan(batch.plan.slots, "no_filter", batch.plan.num_drafts)
     assert same(other.verify(plan, *batch[1:4], rule, **given), eager.verify(*batch[:4], rule, **given))
     runs = {"verify[3] rejection, probabilities, no_filter rows=5 -> direct": 1} if backend == "graph" else {}

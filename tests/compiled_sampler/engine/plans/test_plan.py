@@ -11,20 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from compiled_sampler import Plan, Sampler, SamplingParams, Verification
+from compiled_sampler import Plan, Sampler, Verification
 from compiled_sampler.engine import request_holder
+from compiled_sampler.engine.boundary.arguments import FEW
 from compiled_sampler.engine.plan import drafted_ids, padded_ids
 from compiled_sampler.engine.requests import uploads
-from compiled_sampler.modes import covering_mode, forced_mode, mode_table, uncovered
+from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
 from tests.builders.sampler import REQUESTS, replay_recordings, same
 
 V = 1000
 MODES = mode_table(V, "top_k")
-
-
-def needs_of(*params: SamplingParams) -> int:
-    return sum(1 << i for i, mode in enumerate(MODES) if any(uncovered(mode, each) for each in params))
 
 
 @pytest.fixture
@@ -41,27 +38,15 @@ def sampled(sampler: Sampler, plan: Plan):
     return sampler.sample(plan, logits, torch.arange(plan.num_rows))
 
 
-@pytest.mark.parametrize("names", [pair for n in (1, 2) for pair in itertools.combinations(REQUESTS, n)], ids="+".join)
-def test_the_cheapest_covering_mode_is_chosen(names):
-    params = [REQUESTS[name] for name in names]
-    mode = covering_mode(MODES, needs_of(*params))
-    assert not any(uncovered(mode, each) for each in params)
-    for cheaper in MODES[: MODES.index(mode)]:
-        assert any(uncovered(cheaper, each) for each in params)
-
-
 def test_a_batch_of_one_kind_takes_its_mode(sampler):
     assert [sampler.plan([slot]).mode.name for slot in range(len(REQUESTS))] == list(REQUESTS)
     assert sampler.plan([]).mode.name == sampler.plan([-1, -1]).mode.name == "greedy"
     assert sampler.plan(range(len(REQUESTS))).mode.name == "full"
 
 
-def test_a_forced_mode_is_taken_by_name_or_family():
-    covered = needs_of(REQUESTS["greedy"])
-    for mode in MODES:
-        assert forced_mode(MODES, mode.name, covered, [0], [REQUESTS["greedy"]]) is mode
-    family = forced_mode(MODES, "top_k_top_p", covered, [0], [REQUESTS["greedy"]])
-    assert family.name == "top_k_top_p[64]"
+def test_a_forced_mode_is_taken_by_name_or_family(sampler):
+    assert [sampler.plan([0], mode.name).mode for mode in MODES] == list(MODES)
+    assert sampler.plan([0], "top_k_top_p").mode.name == "top_k_top_p[64]"
 
 
 @pytest.mark.parametrize(
@@ -100,11 +85,12 @@ def test_a_mode_that_does_not_cover_names_row_slot_and_reason(sampler, mode, slo
     assert sampler.plan([0, -1, slot, slot]).mode.name in (*REQUESTS,)
 
 
-@pytest.mark.parametrize("slot", [6, 8, -2])
-def test_a_slot_without_a_request_is_refused_each_time(sampler, slot):
+@pytest.mark.parametrize("behind", [0, FEW], ids=["few rows", "many rows"])
+@pytest.mark.parametrize("slot", [6, 8, -2, 2**70, -(2**63)])
+def test_a_slot_without_a_request_is_refused_each_time(sampler, slot, behind):
     for _ in range(2):
-        with pytest.raises(ValueError, match=rf"row 1: slot .* got {slot}; -1 is padding"):
-            sampler.plan([0, slot])
+        with pytest.raises(ValueError, match=rf"row 1: slot must come from add_request\(\) .*got {slot}; -1"):
+            sampler.plan([0, slot] + [0] * behind)
     assert sampler.plan([0, -1]).slots == (0, -1)
 
 
@@ -237,9 +223,6 @@ def test_a_stale_plan_is_refused_and_a_new_one_serves(sampler, again):
     assert sampler.plan([1, -1]).num_rows == 2
     if again:
         assert sampled(sampler, sampler.plan([1, -1, 3])).token_ids.shape == (3,)
-
-
-V = 1000
 
 
 def sampler_of(*names: str) -> Sampler:

@@ -17,7 +17,7 @@ from compiled_sampler import (
 )
 from compiled_sampler.core.reference import kept, row_parameters
 from compiled_sampler.logprobs import LAWS, LogprobOutputs
-from compiled_sampler.modes import RULES, uncovered
+from compiled_sampler.modes import RULES
 from tests.builders.edits import (
     BOUNDED_EDITS,
     FILTERS,
@@ -32,14 +32,13 @@ from tests.builders.edits import (
     unedited,
 )
 from tests.builders.inputs import sample_inputs
-from tests.builders.logprobs import EVERYTHING, bare, close, differing, filters_of, rows_of, wrong_fields
+from tests.builders.logprobs import EVERYTHING, bare, close, filters_of, rows_of, wrong_fields
 from tests.builders.sampler import REQUESTS, same
 from tests.oracles import oracle_edits
 from tests.oracles import oracle_logprobs as oracle
 from tests.tiers import tiers
 
 ROWS, K = 12, 3
-TOP_K_1 = SamplingParams(temperature=0.5, top_k=1, seed=7)
 
 
 def is_nothing(values: Tensor) -> bool:
@@ -66,20 +65,6 @@ def test_sampled_tokens_have_the_logprobs_of_the_slow_truth(wanted, backend, rou
             assert wrong_fields(found, rows[row], unedited(request), wanted, token) == [], (row, request)
         for slot in slots:
             sampler.remove_request(slot)
-
-
-@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_every_mode_that_covers_a_batch_gives_the_same(wanted):
-    sampler = Sampler(V, 1, backend="eager")
-    logits, position = 2.0 * torch.randn(1, V), torch.tensor([3])
-    for params in (*REQUESTS.values(), TOP_K_1):
-        slot = sampler.add_request(params)
-        modes = [mode.name for mode in sampler.modes if uncovered(mode, params) is None]
-        made = [sampler.sample(sampler.plan([slot], name), logits, position, logprobs=wanted) for name in modes]
-        assert [differing(each.logprobs, made[0].logprobs) for each in made] == [[]] * len(made)
-        rows = (logits[0].tolist(),) * 2
-        assert wrong_fields(rows_of(made[0].logprobs, 0), rows, params, wanted, int(made[0].token_ids)) == []
-        sampler.remove_request(slot)
 
 
 def drafted(source: random.Random, requests, sampler: Sampler):

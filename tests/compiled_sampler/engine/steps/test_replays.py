@@ -12,7 +12,7 @@ from compiled_sampler import Sampler, SamplingParams, Verification
 from tests.builders.sampler import replay_recordings, same
 from tests.tiers import tiers
 
-V, R, S, K, MOST = 300, 5, 12, 3, 8
+V, S, K, MOST = 300, 12, 3, 8
 RULES = "match", "rejection"
 
 
