@@ -257,6 +257,7 @@ def run(options: argparse.Namespace) -> None:
     cells.sort(key=lambda cell: (options.cases.index(cell["case"]), cell["rows"]))
     if ranks.shard.rank == 0:
         console.print(table_of(cells), model_table(8, ranks.vocab_size))
+    dist.barrier()  # NCCL closes a communicator when all ranks do
     dist.destroy_process_group()
 
 
