@@ -23,7 +23,7 @@ from compiled_sampler.edits.edit_spec import (
     check_ids,
     normal,
 )
-from compiled_sampler.edits.history import History
+from compiled_sampler.edits.history import AnyHistory
 from compiled_sampler.scalars import checked_float
 
 NO_TOKEN = 2**31 - 1
@@ -42,7 +42,7 @@ class BiasLists(NamedTuple):
     biases: Tensor
     """float32 ``[S, n]``, finite or -inf."""
 
-    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
+    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Biases."""
         writer.add(write_biases, slots, self)
 

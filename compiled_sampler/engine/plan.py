@@ -264,6 +264,31 @@ def padded_ids(counts: np.ndarray) -> np.ndarray:
     return index.clip(max=ends[-1] - 1).ravel()
 
 
+def padded_parents(plan: Plan, parents: Sequence[Sequence[int]], draft_token_ids: Tensor) -> Tensor:
+    """The parents of trees that are on the host, as a tensor like the drafts; raise unless they are trees."""
+    check_has_drafts(plan, True)
+    counts = plan.num_drafts or ()
+    if not isinstance(parents, Sequence) or [len(tree) for tree in parents] != [*counts]:
+        raise ValueError(
+            f"parents must have num_drafts={_first_of(counts)} numbers for each request, got {parents!r:.200}; [-1] is "
+            "one draft that follows the text"
+        )
+    for request, tree in enumerate(parents):
+        for node, parent in enumerate(tree):
+            if not -1 <= parent < node:
+                raise ValueError(
+                    f"the parent of draft {node} of request {request} must be an earlier draft or -1, got {parent}; "
+                    "number drafts from the root on"
+                )
+    flat = [parent for tree in parents for parent in tree]
+    if draft_token_ids.dim() == 1:
+        return torch.tensor(flat, dtype=torch.int64, device=draft_token_ids.device)
+    width = draft_token_ids.shape[1]
+    rows = [[*tree, *[-1] * (width - len(tree))][:width] for tree in parents]
+    padded = torch.tensor(rows, dtype=torch.int64, device=draft_token_ids.device)
+    return padded.view(len(counts), width)
+
+
 def check_has_drafts(plan: Plan, drafts: bool) -> None:
     """Raise unless a plan was made with drafts (to verify them) or without (to sample), as ``drafts`` says."""
     if drafts and plan.num_drafts is None:

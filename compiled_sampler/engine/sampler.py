@@ -25,7 +25,7 @@ from compiled_sampler.engine.boundary.tensors import (
 )
 from compiled_sampler.engine.calls import Calls, without_ring
 from compiled_sampler.engine.drafts import ONE_HOT, Draft, DraftCache, Proposals, in_sampler_dtype
-from compiled_sampler.engine.plan import Plan, check_has_boundary, check_has_drafts, check_has_positions
+from compiled_sampler.engine.plan import Plan, check_has_boundary, check_has_drafts, check_has_positions, padded_parents
 from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_layout import checked_sizes
@@ -358,6 +358,7 @@ class Sampler(RequestHolder):
         positions: Tensor,
         rule: str = "match",
         *,
+        parents: Tensor | Sequence[Sequence[int]] | None = None,
         draft_probs: Tensor | None = None,
         draft_logits: Tensor | None = None,
         draft_logits_are: str = "raw",
@@ -378,6 +379,10 @@ class Sampler(RequestHolder):
                 their offsets.
             positions: int64 or int32 ``[N]``, >= 0, the position of the first token that may be drawn.
             rule: "match" keeps the very tokens of sampling without drafts; "rejection" and "block" keep their law.
+            parents: of trees of drafts, int64 or int32, padded or flat as ``draft_token_ids``: the earlier draft that
+                each one follows, by its number in the request, or -1 for one that follows the text. Row 0 of a request
+                is then of the text, row j + 1 of the text after draft j and those before it. Wrong ones on the device
+                set ``PARENT_OUT_OF_RANGE``; k_n numbers for each request in lists are checked here. Needs "match".
             draft_probs: float32 ``[sum(k_n), >= V]`` in [0, 1], which the drafts were drawn from; more counts as 1.
             draft_logits: ``[sum(k_n), >= V]`` of the dtypes that ``draft`` takes. Without either, and without handles,
                 the drafts are one-hot.
@@ -409,7 +414,9 @@ class Sampler(RequestHolder):
         if not isinstance(draft_token_ids, Tensor):
             draft_token_ids, proposals = self._verifier.of_handles(plan, draft_token_ids, rule, proposals, is_captured)
         tensors = logits, draft_token_ids, positions, proposals
-        call = VerifyCall(*tensors, edits, edit_tensors, consume_logits, logprobs, is_captured)
+        if parents is not None and not isinstance(parents, Tensor):
+            parents = padded_parents(plan, parents, draft_token_ids)
+        call = VerifyCall(*tensors, edits, edit_tensors, consume_logits, logprobs, is_captured, parents)
         return self._verifier.run(plan, plan.mode, rule, call, without_ring(out))
 
     def verify_from_probs(

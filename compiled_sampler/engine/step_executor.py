@@ -45,6 +45,7 @@ _INTEGERS = (
     "draw_index",
     "num_drafts",
     "draft_token_ids",
+    "parents",
 )  # of a step, which may be int32 or int64
 
 _SEARCHED_BYTES = 5  # measured in eager torch: for each position that a token is looked for at, and the numbers there
@@ -77,7 +78,7 @@ class StepExecutor:
     def __call__(
         self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
         draw_index: Tensor | None = None, num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None,
-        proposals: Tensor | None = None,
+        proposals: Tensor | None = None, parents: Tensor | None = None,
         **edit_tensors: Tensor,
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
@@ -97,7 +98,7 @@ class StepExecutor:
         if num_drafts is not None and draft_token_ids is not None:
             cached = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
             drafted = (logits, slots, positions, num_drafts, draft_token_ids, cached, table)
-            verified = VerifyInputs(*drafted, edits, stops, logprobs, noise, self._unfiltered)
+            verified = VerifyInputs(*drafted, edits, stops, logprobs, noise, self._unfiltered, parents=parents)
             return self._verified(step, in_int64(verified))
         ends = None if step.records else stops  # what records the tokens finds which of them are ends, too
         inputs = in_int64(
@@ -152,7 +153,7 @@ class StepExecutor:
     def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
         """The results of a verification, whose drafts are in the history before, and its last tokens afterwards."""
         requests, width = (inputs.slots, inputs.positions), inputs.draft_token_ids.shape[1]
-        if step.records and width:
+        if step.records and width and not step.of_trees:  # rows of trees have texts of their own
             drafts = *requests, inputs.draft_token_ids, inputs.num_drafts, inputs.table
             self._record(record_drafts, width, *drafts, vocab_size=step.mode.vocab_size)
         verified: VerifyOutputs = self._computed(step, inputs)

@@ -130,22 +130,24 @@ def check_writable(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int, device: torch.device) -> None:
-    """Raise unless ``draft_token_ids`` is flat or padded, of integers, as planned."""
-    check_tensor("draft_token_ids", draft_token_ids, INTEGERS, device)
+def check_drafts(
+    draft_token_ids: Tensor, requests: int, width: int, count: int, device: torch.device, name: str = "draft_token_ids"
+) -> None:
+    """Raise unless drafts, or the ``parents`` of trees, are flat or padded, of integers, as planned."""
+    check_tensor(name, draft_token_ids, INTEGERS, device)
     if draft_token_ids.dim() == 1:
         if len(draft_token_ids) != count:
             raise ValueError(
-                f"flat draft_token_ids must be [{count}], the sum of num_drafts, got [{len(draft_token_ids)}]; slice "
+                f"flat {name} must be [{count}], the sum of num_drafts, got [{len(draft_token_ids)}]; slice "
                 f"it, or pass [{requests}, >= {width}] padded with -1"
             )
         return
     if draft_token_ids.dim() != 2 or draft_token_ids.shape[0] != requests or draft_token_ids.shape[1] < width:
         shape = list(draft_token_ids.shape)
-        raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {shape}; pad with -1")
+        raise ValueError(f"{name} must be [{requests}, >= {width}] as planned, got {shape}; pad with -1")
     if draft_token_ids.shape[1] > MOST_DRAFTS:
         raise ValueError(
-            f"draft_token_ids must have at most {MOST_DRAFTS} columns, got {draft_token_ids.shape[1]}; the plan has "
+            f"{name} must have at most {MOST_DRAFTS} columns, got {draft_token_ids.shape[1]}; the plan has "
             f"{width} drafts, so slice [:, :{width}]"
         )
 
