@@ -148,9 +148,12 @@ class Verifier:
         if out is not None:
             tensors = (call.target, call.token_ids, call.positions, *proposals.tensors, *call.edit_tensors.values())
             read, sizes = (*tensors, *plan.device_tensors, *custom.states.every), (count, call.width(plan) + 1)
-            fields = {"has_edits": bool(call.edits), "logprobs": call.logprobs, "of_trees": call.parents is not None}
+            has_edits, of_trees = bool(call.edits), call.parents is not None
             read = read if call.parents is None else (*read, call.parents)
-            check_outputs(out, VerifyOutputs, *sizes, device, read, **fields)
+            check_outputs(
+                *(out, VerifyOutputs, *sizes, device, read),
+                has_edits=has_edits, logprobs=call.logprobs, of_trees=of_trees,
+            )  # fmt: skip
 
     def _resolve(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> StepRun:
         """The narrowest registered step that is wide enough, for arguments like these, which are checked."""

@@ -38,8 +38,8 @@ def in_request_chunks(
     ) -> VerifyOutputs:
         rows = run(rows_of_requests, starts, drafts, inputs.logits, by_row)
         chunk = _of_rows(mode, inputs, rows, run)
-        requests = {"slots": slots, "positions": positions, "num_drafts": num_drafts}
-        return verify(chunk._replace(**requests, draft_token_ids=drafts, parents=parents))
+        chunk = chunk._replace(slots=slots, positions=positions, num_drafts=num_drafts, draft_token_ids=drafts)
+        return verify(chunk._replace(parents=parents))
 
     searched = verify_schedules(mode, inputs).requests.searches_requests
     starts = run(request_starts, inputs.num_drafts, searched=searched)

@@ -30,7 +30,7 @@ from compiled_sampler.speculation.row_layout import (
     row_layout,
     rows_of_drafts,
 )
-from compiled_sampler.speculation.trees import Tree, row_paths, tree_layout, tree_of
+from compiled_sampler.speculation.trees import Tree, row_paths, tree_of, tree_rows
 
 
 class VerifySchedules(NamedTuple):
@@ -91,7 +91,8 @@ def layout_of(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, tree: 
     static = {"vocab_size": mode.vocab_size, "searched": searched}
     layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **static)
     if tree is not None:
-        layout = run(tree_layout, layout, tree, positions)
+        row_slots, row_positions = run(tree_rows, layout, tree, positions)
+        layout = layout._replace(slots=row_slots, positions=row_positions)
     count = num_trials(mode, inputs)
     return layout._replace(trials=Trials(*(field[:count] for field in layout.trials)))
 

@@ -203,8 +203,7 @@ def match_tree(request: Request) -> Outcome:
     flags = _NONE if -1 not in request.drafts else RowStatus.DRAFT_OUT_OF_RANGE
     if any(not -1 <= parent < node for node, parent in enumerate(request.parents)):
         flags |= RowStatus.PARENT_OUT_OF_RANGE
-    result = outcome(emitted, len(path), [True] * len(passed), own[node + 1], flags)
-    return result._replace(node_ids=path)
+    return outcome(emitted, len(path), [True] * len(passed), own[node + 1], flags, path)
 
 
 def rejection(request: Request) -> Outcome:
@@ -301,7 +300,12 @@ def draw(request: Request, row: int, stream: int, left: Tensor | None = None) ->
 
 
 def outcome(
-    request: Request, num_accepted: int, passed: Sequence[bool], token: int, flags: RowStatus = _NONE
+    request: Request,
+    num_accepted: int,
+    passed: Sequence[bool],
+    token: int,
+    flags: RowStatus = _NONE,
+    node_ids: Sequence[int] = (),
 ) -> Outcome:
     """The accepted drafts and one token more, with the flags of the rows that these come from."""
     # passed: whether each draft passes the test of its own position; token: -1 where its row is masked.
@@ -312,7 +316,7 @@ def outcome(
         status |= RowStatus.DRAFT_OUT_OF_RANGE
     for row in range(num_accepted + 1):
         status |= RowStatus(request.flags[row]) & (RowStatus.NAN_SEEN | RowStatus.POSITIVE_INFINITY)
-    return Outcome([*request.drafts[:num_accepted], token], sum(passed), int(status))
+    return Outcome([*request.drafts[:num_accepted], token], sum(passed), int(status), node_ids)
 
 
 def leading(passed: Sequence[bool]) -> int:

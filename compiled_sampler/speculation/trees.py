@@ -52,13 +52,13 @@ def tree_of(parents: Tensor, num_drafts: Tensor) -> Tree:
 _LOST = -2
 
 
-def tree_layout(layout: Layout, tree: Tree, positions: Tensor) -> Layout:
-    """The layout with the position of each row's depth; rows that no path leads to are padding."""
+def tree_rows(layout: Layout, tree: Tree, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The slot and the position of each row, int64 ``[R]`` each; rows that no path leads to are padding."""
     request = _request_of_row(layout)
     node = layout.offsets - 1
     depth = torch.where(node < 0, 0, tree.depths[request, node.clamp(0, tree.depths.shape[1] - 1)])
     is_reached = (node < 0) | (depth > 0)
-    return layout._replace(slots=torch.where(is_reached, layout.slots, -1), positions=positions[request] + depth)
+    return torch.where(is_reached, layout.slots, -1), positions[request] + depth
 
 
 def row_paths(layout: Layout, tree: Tree, positions: Tensor, draft_token_ids: Tensor, *, vocab_size: int) -> RowPaths:
@@ -106,7 +106,8 @@ def emit_path(
     status = status | _flag(tree.is_wrong, RowStatus.PARENT_OUT_OF_RANGE)
     token = draws.token_ids[in_range(layout.first_rows + 1 + last, draws.token_ids)]
     counts = num_accepted, is_taken.sum(-1)
-    return emitted(token, status, counts, slots >= 0, slots, tokens)._replace(node_ids=node_ids)
+    outputs = emitted(token, status, counts, slots >= 0, slots, tokens)
+    return VerifyOutputs(*outputs[:5], node_ids=node_ids)
 
 
 def _flag(is_set: Tensor, flag: RowStatus) -> Tensor:
