@@ -222,7 +222,7 @@ def _verified_by_definition(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
         verified = cut_at_stop(verified, inputs.slots, inputs.stops)
     if inputs.logprobs is None:
         return verified
-    rows = emitted_logprobs(_schedule(mode, inputs), edited.logits, inputs, verified.token_ids, call)
+    rows = emitted_logprobs(_schedule(mode, inputs), edited.logits, inputs, verified, call)
     assert rows is not None
     return with_logprobs(verified, rows, inputs, call)
 

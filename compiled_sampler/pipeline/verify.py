@@ -145,7 +145,7 @@ def _judged(
     else:
         winners = _final_winners(schedules.requests, logits, values, final, run)
         outputs = run(emit_from_final_blocks, *winners, final, slots, drafts)
-    return outputs, emitted_logprobs(schedules.rows, logits, inputs, outputs.token_ids, run)
+    return outputs, emitted_logprobs(schedules.rows, logits, inputs, outputs, run)
 
 
 def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> tuple[_Target, Proposal]:

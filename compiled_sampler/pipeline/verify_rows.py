@@ -244,12 +244,13 @@ def _cached_proposal(schedules: VerifySchedules, inputs: VerifyInputs, table: Dr
 
 
 def emitted_logprobs(
-    schedule: Schedule, edited: Tensor, inputs: VerifyInputs, token_ids: Tensor, run: Run
+    schedule: Schedule, edited: Tensor, inputs: VerifyInputs, outputs: VerifyOutputs, run: Run
 ) -> LogprobOutputs | None:
     """The logprobs of each row of logits ``[R]`` for the token that it emits; None if none are asked for."""
     if inputs.logprobs is None:
         return None
-    rows = run(emitted_rows, rows_like(inputs), inputs.slots, inputs.num_drafts, token_ids)
+    of_trees = () if outputs.node_ids is None else (outputs.node_ids,)
+    rows = run(emitted_rows, rows_like(inputs), inputs.slots, inputs.num_drafts, outputs.token_ids, *of_trees)
     row_slots = RowSlots(inputs.table, rows.slots, rows.token_ids)  # positions are not used
     raw = inputs.logits
     if inputs.rows is not None:
@@ -260,5 +261,5 @@ def emitted_logprobs(
 def with_logprobs(outputs: VerifyOutputs, rows: LogprobOutputs, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
     """The results of a step with the logprobs of its rows ``[R, ...]`` by request and place, ``[N, K+1, ...]``."""
     # Where nothing is emitted, also behind a token that ends the request, they are -1 and -inf.
-    nodes = () if outputs.node_ids is None else (outputs.node_ids,)
-    return outputs._replace(logprobs=run(by_request, rows, inputs.num_drafts, outputs.token_ids, *nodes))
+    of_trees = () if outputs.node_ids is None else (outputs.node_ids,)
+    return outputs._replace(logprobs=run(by_request, rows, inputs.num_drafts, outputs.token_ids, *of_trees))

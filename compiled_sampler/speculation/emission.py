@@ -197,15 +197,21 @@ class EmittedRows(NamedTuple):
     """int64 ``[R]``, the token that the row emits; -1 for none."""
 
 
-def emitted_rows(logits: Tensor, slots: Tensor, num_drafts: Tensor, token_ids: Tensor) -> EmittedRows:
+def emitted_rows(
+    logits: Tensor, slots: Tensor, num_drafts: Tensor, token_ids: Tensor, node_ids: Tensor | None = None
+) -> EmittedRows:
     """The token that each row emits, for requests with different numbers of rows."""
     # Of the logits only the number of rows is used.
     starts, row = first_rows(num_drafts + 1, searched=True), torch.arange(logits.shape[0], device=logits.device)
     request = request_of_row(starts, num_drafts, row, searched=True)
     live = request < slots.shape[0]
     request = request.clamp(max=slots.shape[0] - 1)
-    place = (row - starts[request]).clamp(0, token_ids.shape[1] - 1)
-    emitted = torch.where(live, token_ids[request, place], -1)
+    place = row - starts[request]
+    if node_ids is not None:  # of trees, whose first row is that of no node
+        places, width = torch.arange(token_ids.shape[1], device=logits.device), token_ids.shape[1]
+        place = torch.where(F.pad(node_ids + 1, (1, 0))[request] == place[:, None], places, width).amin(-1)
+        live = live & (place < width)
+    emitted = torch.where(live, token_ids[request, place.clamp(0, token_ids.shape[1] - 1)], -1)
     return EmittedRows(torch.where(emitted >= 0, slots[request], -1), emitted)
 
 
