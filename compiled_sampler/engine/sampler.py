@@ -298,10 +298,11 @@ class Sampler(RequestHolder):
         coupled: bool = True,
         offset: int = 0,
         *,
+        width: int | None = None,
         token_bitmask: Tensor | None = None,
         edit_inputs: Mapping[str, Tensor] | None = None,
     ) -> Draft:
-        """One draft for every request, drawn from a drafter's logits with the request's own parameters.
+        """One draft for every request, or siblings of a tree, from a drafter's logits with the request's parameters.
 
         Args:
             plan: from ``plan``, with or without drafts; one row a request.
@@ -310,6 +311,9 @@ class Sampler(RequestHolder):
             coupled: True uses the target's noise, so that the rule "match" accepts more drafts; False uses independent
                 noise, which the rules "rejection" and "block" need.
             offset: number of drafts of the same block before this one; it keys the noise of an uncoupled draft.
+            width: w, siblings of a tree: the tokens ``[N, w]`` are the w best of the race that a coupled draft wins,
+                the best first, and -1 where filters keep fewer; of a greedy request the w first of the order. Nothing
+                is written into the history. Pass ``token_ids`` to ``verify``, not the handle. None for one draft.
             token_bitmask: as in ``sample``; ``verify`` must get the same for the row that judges the draft.
             edit_inputs: as in ``sample``, the same for ``verify`` too.
 
@@ -325,6 +329,8 @@ class Sampler(RequestHolder):
         offset = arguments.checked_offset(offset, coupled)
         edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs)
         tensors = {"logits": in_sampler_dtype(draft_logits, self.logits_dtype), "positions": positions, **edit_tensors}
+        if width is not None:
+            width = arguments.checked_siblings(width, coupled)
         if not coupled:
             tensors["offsets"] = self._repeated(offset, count)
 
@@ -333,12 +339,15 @@ class Sampler(RequestHolder):
             check_positions(positions, count, self.device)
             self._custom.check_given(plan.edits, edit_tensors, count, self.device)
             step = Step("sample" if coupled else "draft", plan.mode, edits=edits)
+            step = step if width is None else Step("best", plan.mode, edits=edits, num_best=width)
             return self._runner.resolve(step, plan, tensors, None)
 
-        key = "draft", plan.mode.name, count, plan.num_drafts is None, plan.replaced, coupled, edits
+        key = "draft", plan.mode.name, count, plan.num_drafts is None, plan.replaced, coupled, edits, width
         run = self._calls.run_for(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
         number = 0 if coupled or self._draft_cache is None else self._draft_cache.claim(plan, offset)
         drawn: SampleOutputs = run(plan, tensors, None)
+        if width is not None:
+            drawn = drawn._replace(token_ids=drawn.token_ids.view(count, width))
         is_held = not coupled and not number
         law = draft_logits[:, : self._logits.vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)

@@ -22,7 +22,7 @@ class Step:
     """One callable of the graph cache: a kind of step in a mode and for a number of drafts."""
 
     kind: str
-    """"sample", "draft", "probabilities", "edited_logits" or "verify"."""
+    """"sample", "draft", "best", "probabilities", "edited_logits" or "verify"."""
     mode: Mode
     """The mode that the step is compiled for."""
     width: int = 0
@@ -34,6 +34,8 @@ class Step:
     """Which logprobs it returns; None for none."""
     reads_draw_index: bool = False
     """Whether its rows are draws of positions that have several."""
+    num_best: int = 0
+    """How many of the best tokens of its race a step of the kind "best" returns."""
     of_trees: bool = False
     """Whether it verifies trees of drafts."""
 
@@ -62,7 +64,7 @@ class Step:
     @cached_property
     def has_tokens(self) -> bool:
         """Whether it draws tokens."""
-        return self.kind not in ("probabilities", "edited_logits")
+        return self.kind not in ("best", "probabilities", "edited_logits")
 
     @property
     def takes_logprobs(self) -> bool:

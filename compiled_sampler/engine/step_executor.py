@@ -29,7 +29,7 @@ from compiled_sampler.pipeline.chunks import in_history_chunks
 from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.logprobs import logprobs_of
-from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
+from compiled_sampler.pipeline.sample import best_step, edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import Schedule, is_gpu, schedule_for
 from compiled_sampler.pipeline.sharded import drawing_in
 from compiled_sampler.pipeline.verify import verify_step
@@ -119,7 +119,7 @@ class StepExecutor:
 
     def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
         results = self._computed_rows(step, inputs)
-        if self._shard is None or step.has_tokens:
+        if self._shard is None or step.has_tokens or step.kind == "best":
             return results
         (rows,) = results  # of probabilities, or edited logits
         return type(results)(self._shard.own(rows, step.mode.vocab_size).contiguous())
@@ -130,6 +130,8 @@ class StepExecutor:
             is_uncovered = idle_status(inputs.table, inputs.slots) == int(RowStatus.NOT_COVERED)
             edited.logits.masked_fill_(is_uncovered[:, None], -math.inf)
             return edited
+        if isinstance(inputs, SampleInputs) and step.kind == "best":
+            return best_step(step.mode, inputs, step.num_best, call if self._is_definition else self._run)
         if self._is_definition:
             return by_definition(step.kind, step.mode, inputs)
         if not isinstance(inputs, VerifyInputs) and step.kind == "probabilities":

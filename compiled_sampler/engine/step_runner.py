@@ -59,6 +59,7 @@ class SamplerStatistics(CacheStatistics):
 OUTPUTS: dict[str, Any] = {
     "sample": SampleOutputs,
     "draft": SampleOutputs,
+    "best": SampleOutputs,
     "verify": VerifyOutputs,
     "probabilities": ProbabilityOutputs,
     "edited_logits": EditedOutputs,

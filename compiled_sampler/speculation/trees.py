@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import RowStatus, SampleOutputs, VerifyOutputs
@@ -36,20 +37,24 @@ class Tree(NamedTuple):
 
 
 def tree_of(parents: Tensor, num_drafts: Tensor) -> Tree:
-    """Depth and path of each node, by climbing from all of them at once."""
-    node = torch.arange(parents.shape[1], device=parents.device)
-    exists = node < num_drafts[:, None]
-    at, one = torch.where(exists, node, _LOST), torch.ones_like(parents)
-    depths, paths = torch.zeros_like(parents), torch.zeros_like(parents)
-    for _ in range(parents.shape[1]):
-        depths, paths = depths + (at >= 0), paths | torch.where(at >= 0, one << at.clamp(min=0), 0)
-        parent = parents.gather(1, at.clamp(min=0))
-        at = torch.where(at >= 0, torch.where((parent >= -1) & (parent < at), parent, _LOST), at)
-    is_wrong = (exists & ((parents < -1) | (parents >= node))).any(-1)
-    return Tree(torch.where(at == -1, depths, 0), paths, parents.clamp(-1, parents.shape[1] - 1), is_wrong)
+    """Depth and path of each node: what is known of it and of the node where that ends, again and again."""
+    # Each round doubles the way, so that six reach through 64 nodes. Before the nodes stand two ends of ways: one
+    # behind a wrong parent, and the root.
+    width = parents.shape[1]
+    node = torch.arange(width, device=parents.device)
+    exists, is_right = node < num_drafts[:, None], (parents >= -1) & (parents < node)
+    end = F.pad(torch.where(exists & is_right, parents + _ENDS, 0), (_ENDS, 0))
+    end = torch.where(torch.arange(width + _ENDS, device=node.device) == 1, 1, end)
+    paths = F.pad(torch.where(exists, torch.ones_like(parents) << node, 0), (_ENDS, 0))
+    depths = F.pad(exists.to(torch.int64), (_ENDS, 0))
+    for _ in range((width - 1).bit_length()):
+        paths, depths = paths | paths.gather(1, end), depths + depths.gather(1, end)
+        end = end.gather(1, end)
+    depths = torch.where(end == 1, depths, 0)[:, _ENDS:]
+    return Tree(depths, paths[:, _ENDS:], parents.clamp(-1, width - 1), (exists & ~is_right).any(-1))
 
 
-_LOST = -2
+_ENDS = 2
 
 
 def tree_rows(layout: Layout, tree: Tree, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,8 +10,13 @@ from torch import Tensor
 
 from compiled_sampler import Logprobs, RowStatus, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
-from tests.builders.edits import EDITS, V, edited_sampler
-from tests.builders.sampler import nothing_compiles, replay_recordings, same, stages_stay_eager
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import indices, is_visible
+from compiled_sampler.core.reference import kept
+from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.core.score import score_key
+from tests.builders.edits import EDITS, V, edited_sampler, hard_logits, random_request
+from tests.builders.sampler import REQUESTS, nothing_compiles, replay_recordings, same, stages_stay_eager
 from tests.builders.trees import KINDS, NODES, TreeBatch, cut, logprobs_at, tree_batch, walks
 from tests.tiers import tiers
 
@@ -293,3 +298,52 @@ def test_wrong_outputs_are_named(change: Callable[[VerifyOutputs], VerifyOutputs
         sampler.verify(*call, parents=[[-1, -1]], out=change(out))
     with pytest.raises(ValueError, match=r"out.node_ids must be None"):
         sampler.verify(*call, out=out)
+
+
+@pytest.mark.parametrize("edits", [(), ("penalties", "bad_words", "xtc")], ids=["plain", "edits"])
+def test_siblings_are_the_best_of_the_race_in_order(edits):
+    """The definition: the tokens that the filters keep, by their scores; the first is what a coupled draft draws."""
+    source, width = random.Random(7), 5
+    for name, params in REQUESTS.items():
+        sampler = edited_sampler("eager", ROWS)
+        of_mode = {each: getattr(params, each) for each in ("temperature", "top_k", "top_p", "min_p")}
+        of_mode |= {"top_k": params.top_k * (name != "greedy")}
+        requests = [random_request(source, V, edits) for _ in range(6)]
+        for request in requests:
+            request.given.update(of_mode)
+        slots = [each.added(sampler) for each in requests]
+        logits, plan = hard_logits(source, len(slots)), sampler.plan(slots)
+        positions = torch.tensor([each.position for each in requests])
+        made = sampler.draft(plan, logits, positions, width=width)
+        edited = sampler.edited_logits(plan, logits, positions)
+        rows = gather_rows(RowSlots(sampler._requests.table, torch.tensor(slots), positions), stream=TARGET)
+        keep = kept(edited, rows, base_is_row=False) | (is_visible(edited) & (rows.noise_mask == 0)[:, None])
+        key = torch.where(keep, score_key(edited, indices(V, edited.device), rows).to(torch.int64), -(2**40))
+        order = key.sort(dim=-1, descending=True, stable=True)
+        wanted = torch.where(order.values > -(2**40), order.indices, -1)[:, :width]
+        assert torch.equal(made.token_ids, wanted)
+        drawn = sampler.draft(plan, logits, positions)
+        assert torch.equal(made.token_ids[:, 0], drawn.token_ids)
+        assert torch.equal(made.drawn.status, drawn.drawn.status)
+
+
+def test_siblings_of_small_vocabularies_of_padding_and_of_no_request_are_none():
+    sampler = Sampler(3, 4, backend="eager")
+    slot = sampler.add_request(SamplingParams(seed=1))
+    made = sampler.draft(sampler.plan([slot, -1]), torch.randn(2, 3), torch.zeros(2).long(), width=5)
+    assert sorted(made.token_ids[0].tolist()) == [-1, -1, 0, 1, 2]
+    assert made.token_ids[1].tolist() == [-1] * 5
+    assert sampler.draft(sampler.plan([]), torch.randn(0, 3), torch.zeros(0).long(), width=2).token_ids.shape == (0, 2)
+
+
+def test_wrong_siblings_are_named():
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))])
+    call = plan, torch.randn(1, V), torch.zeros(1).long()
+    with pytest.raises(ValueError, match=r"width must be in \[1, 64\], got 0"):
+        sampler.draft(*call, width=0)
+    with pytest.raises(ValueError, match="width must be None with coupled=False"):
+        sampler.draft(*call, coupled=False, width=2)
+    handle, chain = sampler.draft(*call, width=1), sampler.plan(plan.slots, num_drafts=[1])
+    with pytest.raises(ValueError, match="got siblings; pass token_ids and parents instead"):
+        sampler.verify(chain, torch.randn(2, V), [handle], torch.zeros(1).long())
