@@ -36,25 +36,45 @@ class Tree(NamedTuple):
     """bool ``[N]``, whether a parent is no earlier node."""
 
 
-def tree_of(parents: Tensor, num_drafts: Tensor) -> Tree:
-    """Depth and path of each node: what is known of it and of the node where that ends, again and again."""
-    # Each round doubles the way, so that six reach through 64 nodes. Before the nodes stand two ends of ways: one
-    # behind a wrong parent, and the root.
-    width = parents.shape[1]
-    node = torch.arange(width, device=parents.device)
-    exists, is_right = node < num_drafts[:, None], (parents >= -1) & (parents < node)
-    end = F.pad(torch.where(exists & is_right, parents + _ENDS, 0), (_ENDS, 0))
-    end = torch.where(torch.arange(width + _ENDS, device=node.device) == 1, 1, end)
-    paths = F.pad(torch.where(exists, torch.ones_like(parents) << node, 0), (_ENDS, 0))
-    depths = F.pad(exists.to(torch.int64), (_ENDS, 0))
-    for _ in range((width - 1).bit_length()):
-        paths, depths = paths | paths.gather(1, end), depths + depths.gather(1, end)
-        end = end.gather(1, end)
-    depths = torch.where(end == 1, depths, 0)[:, _ENDS:]
-    return Tree(depths, paths[:, _ENDS:], parents.clamp(-1, width - 1), (exists & ~is_right).any(-1))
+class Ways(NamedTuple):
+    """Part of the way from each node to the root, int64 ``[N, 2 + K]`` each."""
+
+    # Before the nodes stand two ends of ways, which lead to themselves: what is behind a wrong parent, and the root.
+    ends: Tensor
+    """Where the part ends."""
+    paths: Tensor
+    """A bit for each node on it."""
+    depths: Tensor
+    """Their number."""
 
 
 _ENDS = 2
+
+
+def first_ways(parents: Tensor, num_drafts: Tensor) -> Ways:
+    """From each node to its parent."""
+    node = torch.arange(parents.shape[1], device=parents.device)
+    exists, is_right = node < num_drafts[:, None], (parents >= -1) & (parents < node)
+    ends = F.pad(torch.where(exists & is_right, parents + _ENDS, 0), (_ENDS, 0))
+    ends = torch.where(torch.arange(ends.shape[1], device=node.device) == 1, 1, ends)
+    paths = torch.where(exists, torch.ones_like(parents) << node, 0)
+    return Ways(ends, F.pad(paths, (_ENDS, 0)), F.pad(exists.to(torch.int64), (_ENDS, 0)))
+
+
+def doubled_ways(ways: Ways) -> Ways:
+    """Twice as far: each way, and that of the node where it ends."""
+    # A stage of its own: Inductor would compute one round after the other inside the next one, for every use anew.
+    ends, paths, depths = ways
+    further = paths.gather(1, ends), depths.gather(1, ends)
+    return Ways(ends.gather(1, ends), paths | further[0], depths + further[1])
+
+
+def tree_of(ways: Ways, parents: Tensor, num_drafts: Tensor) -> Tree:
+    """Where nodes stand, from ways that reach as far as there are nodes."""
+    node = torch.arange(parents.shape[1], device=parents.device)
+    is_wrong = (node < num_drafts[:, None]) & ((parents < -1) | (parents >= node))
+    depths = torch.where(ways.ends == 1, ways.depths, 0)[:, _ENDS:]
+    return Tree(depths, ways.paths[:, _ENDS:], parents.clamp(-1, parents.shape[1] - 1), is_wrong.any(-1))
 
 
 def tree_rows(layout: Layout, tree: Tree, positions: Tensor) -> tuple[Tensor, Tensor]:
