@@ -30,7 +30,7 @@ from compiled_sampler.speculation.row_layout import (
     row_layout,
     rows_of_drafts,
 )
-from compiled_sampler.speculation.trees import Tree, doubled_ways, first_ways, row_paths, tree_of, tree_rows
+from compiled_sampler.speculation.trees import Tree, first_ways, row_paths, tree_of, tree_rows
 
 
 class VerifySchedules(NamedTuple):
@@ -101,10 +101,8 @@ def drafted_tree(inputs: VerifyInputs, run: Run) -> Tree | None:
     """The trees that drafts are; None for chains."""
     if inputs.parents is None or not inputs.draft_token_ids.shape[1]:
         return None
-    ways = run(first_ways, inputs.parents, inputs.num_drafts)
-    for _ in range((inputs.parents.shape[1] - 1).bit_length()):
-        ways = run(doubled_ways, ways)
-    return run(tree_of, ways, inputs.parents, inputs.num_drafts)
+    by_node = inputs.parents, inputs.num_drafts
+    return run(tree_of, run(first_ways, *by_node), *by_node)
 
 
 def with_paths(

@@ -51,30 +51,38 @@ class Ways(NamedTuple):
 _ENDS = 2
 
 
+_STEPS = 8  # of one kernel; two kernels climb through 64 nodes
+
+
 def first_ways(parents: Tensor, num_drafts: Tensor) -> Ways:
-    """From each node to its parent."""
+    """From each node up to so many steps towards the root."""
     node = torch.arange(parents.shape[1], device=parents.device)
     exists, is_right = node < num_drafts[:, None], (parents >= -1) & (parents < node)
     ends = F.pad(torch.where(exists & is_right, parents + _ENDS, 0), (_ENDS, 0))
     ends = torch.where(torch.arange(ends.shape[1], device=node.device) == 1, 1, ends)
     paths = torch.where(exists, torch.ones_like(parents) << node, 0)
-    return Ways(ends, F.pad(paths, (_ENDS, 0)), F.pad(exists.to(torch.int64), (_ENDS, 0)))
-
-
-def doubled_ways(ways: Ways) -> Ways:
-    """Twice as far: each way, and that of the node where it ends."""
-    # A stage of its own: Inductor would compute one round after the other inside the next one, for every use anew.
-    ends, paths, depths = ways
-    further = paths.gather(1, ends), depths.gather(1, ends)
-    return Ways(ends.gather(1, ends), paths | further[0], depths + further[1])
+    return _climbed(Ways(ends, F.pad(paths, (_ENDS, 0)), F.pad(exists.to(torch.int64), (_ENDS, 0))))
 
 
 def tree_of(ways: Ways, parents: Tensor, num_drafts: Tensor) -> Tree:
-    """Where nodes stand, from ways that reach as far as there are nodes."""
+    """Where the nodes of trees stand, from their ``first_ways``."""
+    if parents.shape[1] > _STEPS:
+        ways = _climbed(ways)
     node = torch.arange(parents.shape[1], device=parents.device)
     is_wrong = (node < num_drafts[:, None]) & ((parents < -1) | (parents >= node))
     depths = torch.where(ways.ends == 1, ways.depths, 0)[:, _ENDS:]
     return Tree(depths, ways.paths[:, _ENDS:], parents.clamp(-1, parents.shape[1] - 1), is_wrong.any(-1))
+
+
+def _climbed(ways: Ways) -> Ways:
+    """Each way, and those of the nodes where it ends, ``_STEPS`` in all."""
+    # What is gathered from is always the same, so that Inductor makes one kernel of it: of numbers that double from
+    # step to step it would compute each for every use anew.
+    end, path, depth = ways
+    for _ in range(_STEPS - 1):
+        path, depth = path | ways.paths.gather(1, end), depth + ways.depths.gather(1, end)
+        end = ways.ends.gather(1, end)
+    return Ways(end, path, depth)
 
 
 def tree_rows(layout: Layout, tree: Tree, positions: Tensor) -> tuple[Tensor, Tensor]:
