@@ -2,13 +2,23 @@
 
 import random
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Logprobs, RowStatus, Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler import (
+    EditRows,
+    LogitEdit,
+    Logprobs,
+    RowStatus,
+    Sampler,
+    SamplingParams,
+    Verification,
+    VerifyOutputs,
+)
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import indices, is_visible
@@ -347,3 +357,35 @@ def test_wrong_siblings_are_named():
     handle, chain = sampler.draft(*call, width=1), sampler.plan(plan.slots, num_drafts=[1])
     with pytest.raises(ValueError, match="got siblings; pass token_ids and parents instead"):
         sampler.verify(chain, torch.randn(2, V), [handle], torch.zeros(1).long())
+
+
+@dataclass(frozen=True)
+class NoRepeats(LogitEdit):
+    """Hides the last two tokens."""
+
+    history_tokens: ClassVar[int] = 2
+
+    def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+        """The logits without these."""
+        assert rows.history is not None
+        return torch.where((ids[..., None] == rows.history[:, None]).any(-1), float("-inf"), x)
+
+
+@pytest.mark.parametrize("consume", [False, True, "restore"])
+def test_edits_of_the_user_and_those_in_place_see_the_path_of_a_node(consume):
+    eager = Sampler(V, 4, backend="eager", history_len=32, edits=[NoRepeats()])
+    penalties = {"presence_penalty": 2.0, "repetition_penalty": 1.5} if consume else {}
+    params = SamplingParams(temperature=0.0, extra_args={"NoRepeats": {}}, **penalties)
+    slot = eager.add_request(params, [1, 2], [3])
+    logits = torch.zeros(5, V).index_fill(1, torch.tensor([3]), 9.0).index_fill(1, torch.tensor([4]), 8.0)
+    logits = logits.index_fill(1, torch.tensor([5]), 7.0)
+    logits[:, 6] = 1.0
+    drafts, parents = torch.tensor([[4, 5, 5, 3]]), [[-1, -1, 0, 2]]
+    plan, kept = eager.plan([slot], num_drafts=[4]), logits.clone()
+    made = eager.verify(plan, logits, drafts, torch.tensor([3]), parents=parents, consume_logits=consume)
+    assert made.node_ids.tolist() == [[0, 2, 3, -1]] if not consume else made.node_ids[0, 0] == 0
+    for place, token in enumerate(made.tolist()[0]):  # the same without drafts, token after token
+        row = [0, *(node + 1 for node in made.node_ids[0].tolist() if node >= 0)][place]
+        alone = eager.sample(eager.plan([slot]), kept[row : row + 1].clone(), torch.tensor([3 + place]))
+        assert alone.token_ids.tolist() == [token]
+    assert consume is True or torch.equal(logits, kept)
