@@ -424,6 +424,9 @@ class Sampler(RequestHolder):
             draft_token_ids, proposals = self._verifier.of_handles(plan, draft_token_ids, rule, proposals, is_captured)
         tensors = logits, draft_token_ids, positions, proposals
         if parents is not None and not isinstance(parents, Tensor):
+            arguments.check_not_capturing(
+                self.device, "parents must be a tensor inside a capture, which forbids uploads of lists"
+            )
             parents = padded_parents(plan, parents, draft_token_ids)
         call = VerifyCall(*tensors, edits, edit_tensors, consume_logits, logprobs, is_captured, parents)
         return self._verifier.run(plan, plan.mode, rule, call, without_ring(out))

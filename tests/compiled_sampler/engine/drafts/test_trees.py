@@ -163,6 +163,11 @@ def test_rows_without_requests_and_requests_without_drafts_emit_what_they_must()
     drawn = sampler.sample(sampler.plan([slot]), logits[:1], torch.tensor([0]))
     assert made.token_ids.tolist() == [drawn.token_ids.tolist(), [-1]]
     assert made.node_ids.shape == (2, 0)
+    flat = torch.empty(0, dtype=torch.int64)
+    again = sampler.verify(
+        sampler.plan([slot, -1], num_drafts=[0, 0]), logits, flat, torch.zeros(2).long(), parents=[[], []]
+    )
+    assert same(again, made)
 
 
 def streams(speculates: bool, seed: int, count: int, length: int) -> list[list[int]]:
@@ -210,6 +215,7 @@ HOST_FAULTS: list[tuple[Any, str]] = [
     ([[1, -1, 0], [-1]], "the parent of draft 0 of request 0 must be an earlier draft or -1, got 1"),
     ([[-1, -2, 0], [-1]], "got -2; number drafts from the root on"),
     ([[-1, 0, 0, 0], [-1]], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
+    ([-1, 0, 0, -1], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
     ([[-1, 0, 0]], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
     (torch.zeros(2, 2, dtype=torch.int64), r"parents must be \[2, >= 3\] as planned, got \[2, 2\]"),
     (torch.zeros(2, 4, dtype=torch.int64), r"parents must be \[2, 3\] like draft_token_ids, got \[2, 4\]"),
@@ -223,6 +229,14 @@ def test_bad_trees_on_the_host_are_named(parents, message):
     call = sampler.plan(slots, num_drafts=[3, 1]), torch.randn(6, V), torch.zeros(2, 3).long(), torch.zeros(2).long()
     with pytest.raises(ValueError, match=message):
         sampler.verify(*call, parents=parents)
+
+
+def test_parents_on_the_host_are_ints():
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[2])
+    call = plan, torch.randn(3, V), torch.zeros(1, 2).long(), torch.zeros(1).long()
+    with pytest.raises(TypeError, match=r"parents\[0\]\[1\] must be an int"):
+        sampler.verify(*call, parents=[[-1, 0.5]])
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
