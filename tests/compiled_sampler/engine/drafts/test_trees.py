@@ -271,18 +271,21 @@ def test_a_wrong_node_is_told_and_hides_what_follows_it():
 
 
 @pytest.mark.parametrize(
-    ("mode", "edits"), tiers([("greedy", ())], [("full", ()), ("greedy", ("penalties", "dry", "watermark"))])
+    ("mode", "edits"), tiers([("greedy", ())], [("full", ()), ("no_filter", ("penalties", "dry"))])
 )
 def test_compiled_stages_have_the_bits_of_eager_ones(mode, edits):
-    eager = edited_sampler("eager", ROWS)
-    compiled = edited_sampler("compiled", 8, verifications=[WAY], buckets=[8], captured_edits=[edits] if edits else ())
+    eager, captured = edited_sampler("eager", ROWS), [(*edits, "watermark")] if edits else ()
+    compiled = edited_sampler("compiled", 8, verifications=[WAY], buckets=[8], captured_edits=captured)
     compiled.warmup(modes=[mode])
+    of_mode = (
+        {} if mode == "full" else {"temperature": 0.9 * (mode != "greedy"), "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    )
     with nothing_compiles():
         for seed, kind in enumerate(KINDS):
             batch = tree_batch(eager, seed, kind=kind, edits=edits)
             batch.masks = None
             for request in batch.requests:
-                request.given["temperature"] *= mode != "greedy"
+                request.given.update(of_mode)
             assert same(verified(compiled, batch), verified(eager, batch))
 
 
