@@ -35,6 +35,8 @@ class RowStatus(enum.IntFlag):
     NOT_COVERED = 256
     """The request has a parameter that the step's mode does not cover, or an edit that the step does not run, since its
     slot came with the step (``Plan.slot_ids``). The token is -1, nothing is recorded, and no other flag is set."""
+    PARENT_OUT_OF_RANGE = 512
+    """The parent of a node of a tree of drafts is no earlier node; it and what follows it count as rejected."""
 
 
 class SlotTable(NamedTuple):
@@ -159,6 +161,9 @@ class VerifyInputs(NamedTuple):
     rows: RequestRows | None = None
     """Which rows of the logits, and of proposals that are logits to edit, are the requests', in a chunk of a batch; all
     other tensors by row are of these rows alone. None for a whole batch."""
+    parents: Tensor | None = None
+    """int64 ``[N, K]``, the earlier draft that each one follows, -1 for none; None for drafts that follow one another.
+    Other numbers are no error of the step, and entries beyond ``num_drafts`` are not read."""
 
 
 class VerifyOutputs(NamedTuple):
@@ -182,6 +187,8 @@ class VerifyOutputs(NamedTuple):
     finished: Tensor | None = None
     """bool ``[N]``, whether the last token that is emitted, or a row that is all masked, ends the request; None in a
     batch without edits. Behind such a token nothing is emitted."""
+    node_ids: Tensor | None = None
+    """int64 ``[N, K]``, which draft of a tree each of the accepted ones is, -1 behind the last; None without trees."""
     logprobs: LogprobOutputs | None = None
     """The logprobs of the emitted tokens, ``[N, K+1, ...]`` a field; None in a call that asks for none."""
 

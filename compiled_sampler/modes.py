@@ -109,6 +109,8 @@ class Verification:
     "cache" for handles of a sampler with a draft cache; those of a sampler without are "logits". "processed" for
     ``verify(draft_logits_are="processed")``.
     """
+    trees: bool = False
+    """Whether drafts are trees, ``verify(parents=...)``, of ``width`` nodes at most."""
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -118,6 +120,10 @@ class Verification:
         if not is_int(self.width) or not 1 <= self.width <= MOST_DRAFTS:
             raise ValueError(f"width must be an int in [1, {MOST_DRAFTS}], got {self.width!r}; it counts drafts")
         object.__setattr__(self, "width", int(self.width))
+        if not isinstance(self.trees, bool):
+            raise TypeError(f"trees must be a bool, got {self.trees!r}; True prepares verify(parents=...)")
+        if self.trees:
+            check_tree_rule(self.rule)
         if self.rule == "match" and self.drafts != "one_hot":
             raise ValueError(f"rule 'match' never looks at what drafts were drawn from, got drafts={self.drafts!r}")
 
@@ -131,6 +137,15 @@ def check_rule(rule: str) -> None:
     known = _RULES_ELSEWHERE.get(rule) if isinstance(rule, str) else None
     way_out = "'match' keeps the sampler's stream" if known is None else f"it is called {known!r} here"
     check_choice("rule", rule, RULES, way_out)
+
+
+def check_tree_rule(rule: str) -> None:
+    """Raise unless a rule verifies trees of drafts."""
+    if rule != "match":
+        raise ValueError(
+            f"rule must be 'match' for trees of drafts, got {rule!r}, which judges one chain; rule='match', or drafts "
+            "without parents"
+        )
 
 
 def verifying(mode: Mode, rule: str, drafts: str = "one_hot") -> Mode:

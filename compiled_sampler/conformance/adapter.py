@@ -141,6 +141,8 @@ class Adapter(Protocol):
     These methods are optional, and what is missing is not asked:
 
     - ``verify(drafted, rule) -> Verified``;
+    - ``verify_trees(drafted, parents) -> Verified``, by the rule match: ``parents`` int64 ``[N, K]`` names the earlier
+      draft that each one follows, -1 for none; row j + 1 of a request follows draft j;
     - ``draft(logits, params, seeds, positions, offset, rule) -> token ids``, the sampler's own drafter;
     - ``probs(logits, params) -> float [R, V]``, the law that is drawn from;
     - ``logprobs(logits, params, token_ids) -> float [R]``, of that law;

@@ -205,12 +205,19 @@ class Bench:
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
         """What the adapter commits, on the CPU, of checked shapes; it gets copies."""
-        verify, (n, width) = self.method("verify", drafted.logits.shape[1]), drafted.drafts.shape
+        return self._verified(self.method("verify", drafted.logits.shape[1]), drafted, rule)
+
+    def verify_trees(self, drafted: Drafted, parents: Tensor) -> Verified:
+        """As ``verify``, of trees by the rule match."""
+        return self._verified(self.method("verify_trees", drafted.logits.shape[1]), drafted, parents.clone())
+
+    def _verified(self, verify: Any, drafted: Drafted, how: str | Tensor) -> Verified:
+        n, width = drafted.drafts.shape
         params, seeds, last = self._taken(drafted.params, drafted.seeds, drafted.positions + width)
         logits, drafts = copied(drafted.logits, self.device), copied(drafted.drafts, self.device)
         laws = None if drafted.probs is None else copied(drafted.probs, self.device)
         given = Drafted(logits, params, seeds, last - width, drafts, list(drafted.num_drafts), laws)
-        tokens, emitted, accepted = verify(given, rule)
+        tokens, emitted, accepted = verify(given, how)
         return Verified(
             checked_tokens(tokens, (n, width + 1)), checked_tokens(emitted, (n,)), checked_tokens(accepted, (n,))
         )

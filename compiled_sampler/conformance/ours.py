@@ -230,7 +230,10 @@ class Ours:
     def verify(self, drafted: Drafted, rule: str) -> Verified:
         return self._verified(self._sampler(drafted.logits.dtype), drafted, rule)
 
-    def _verified(self, sampler: Sampler, drafted: Drafted, rule: str) -> Verified:
+    def verify_trees(self, drafted: Drafted, parents: Tensor) -> Verified:
+        return self._verified(self._sampler(drafted.logits.dtype), drafted, "match", parents.to(self.device))
+
+    def _verified(self, sampler: Sampler, drafted: Drafted, rule: str, parents: Tensor | None = None) -> Verified:
         logits, drafts, positions = (
             tensor.to(self.device) for tensor in (drafted.logits, drafted.drafts, drafted.positions)
         )
@@ -238,7 +241,9 @@ class Ours:
         with holding(sampler, drafted.params, drafted.seeds) as slots:
             plan = sampler.plan(slots, self.mode, drafted.num_drafts)
             tensors = logits, drafts, positions
-            out = by_compiled_stages(sampler, lambda: sampler.verify(plan, *tensors, rule, draft_probs=laws))
+            out = by_compiled_stages(
+                sampler, lambda: sampler.verify(plan, *tensors, rule, parents=parents, draft_probs=laws)
+            )
             return Verified(out.token_ids, out.num_emitted, out.num_accepted)
 
     @property

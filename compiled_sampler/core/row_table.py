@@ -146,6 +146,7 @@ def marked_requests(outputs: VerifyOutputs, flags: Tensor) -> VerifyOutputs:
         torch.where(is_wrong, 0, outputs.num_accepted),
         torch.where(is_wrong, 0, outputs.num_matching),
         torch.where(is_wrong, flags, outputs.status),
+        node_ids=outputs.node_ids,
     )
 
 

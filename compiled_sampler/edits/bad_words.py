@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler.edits.changes import ListWriter, list_entries
 from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, Params, SlotRow, check_scope, checked_token_id
-from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History
+from compiled_sampler.edits.history import TOKEN, UNWRITTEN, AnyHistory, texts_of
 
 _MASKED = float("-inf")
 
@@ -23,29 +23,29 @@ class BadWords(NamedTuple):
     token_ids: Tensor  # int32 ``[S, W, M]``, each word at the end of its row, behind ``UNWRITTEN``
     prompt_lens: Tensor  # int32 ``[S]``, as in ``History``; 0 where words may begin in the prompt
 
-    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
+    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Masks of last tokens."""
         writer.put(without_bad_words, slots, positions, self, history)
 
 
 def without_bad_words(
-    x: Tensor, slots: Tensor, positions: Tensor, words: BadWords, history: History
+    x: Tensor, slots: Tensor, positions: Tensor, words: BadWords, history: AnyHistory
 ) -> tuple[Tensor, Tensor]:
     """The last tokens of a request's bad words, int64 ``[R, W]``, and their logits: -inf where the rest was drawn."""
     slot, place, is_edited = list_entries(slots, words.counts, words.token_ids)
     word = words.token_ids[slot[:, None], place]  # [R, W, M]
-    begun = _is_begun(word[..., :-1], slot, positions, words.prompt_lens[slot], history)
+    begun = _is_begun(word[..., :-1], texts_of(history, slots), positions, words.prompt_lens[slot], history)
     ids = word[..., -1].clamp(min=0).to(torch.int64)
     is_masked = ((ids[:, :, None] == ids[:, None, :]) & begun[:, None, :]).any(-1)
     before = x.gather(1, ids)
     return ids, torch.where(is_masked & is_edited, _MASKED, before)
 
 
-def _is_begun(start: Tensor, slot: Tensor, positions: Tensor, first: Tensor, history: History) -> Tensor:
+def _is_begun(start: Tensor, text: Tensor, positions: Tensor, first: Tensor, history: AnyHistory) -> Tensor:
     """Whether the tokens before a row's own position are ``start``, int32 ``[R, W, M - 1]``: bool ``[R, W]``."""
     most, length = history.entries.shape[2], start.shape[2]
     place = positions[:, None] - length + torch.arange(length, device=start.device)
-    held = history.entries[slot[:, None], TOKEN, place.clamp(0, most - 1)]
+    held = history.entries[text[:, None], TOKEN, place.clamp(0, most - 1)]
     held = torch.where((place >= first[:, None]) & (place < most), held, UNWRITTEN)
     # ``UNWRITTEN`` in ``start`` stands for any token
     return ((start == UNWRITTEN) | (start == held[:, None, :])).all(-1)

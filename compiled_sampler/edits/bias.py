@@ -13,7 +13,7 @@ from torch import Tensor
 from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits, edited_tokens, entry_ids
 from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, checked_token_id, normal
-from compiled_sampler.edits.history import History
+from compiled_sampler.edits.history import AnyHistory
 from compiled_sampler.scalars import checked_float
 
 NO_TOKEN = 2**31 - 1  # what stands behind the last token of an ascending list
@@ -28,7 +28,7 @@ class BiasLists(NamedTuple):
     token_ids: Tensor  # int32 ``[S, n]``, ascending, each id once, then ``NO_TOKEN``
     biases: Tensor  # float32 ``[S, n]``, finite or -inf
 
-    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
+    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Biases."""
         writer.add(write_biases, slots, self)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices
-from compiled_sampler.edits.history import History
+from compiled_sampler.edits.history import AnyHistory
 
 
 class EditedTokens(NamedTuple):
@@ -79,6 +79,6 @@ class ListWriter(Protocol):
 class ListTable(Protocol):
     """A table of an edit that writes a few tokens of each row."""
 
-    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
+    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Run its stage; slots and positions are int64 ``[R]``."""
         ...

@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
-from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History
+from compiled_sampler.edits.history import TOKEN, UNWRITTEN, AnyHistory, texts_of
 from compiled_sampler.edits.masks import masked
 from compiled_sampler.edits.tables import CustomTables
 from compiled_sampler.logit_edit import CustomEdits, EditRows
@@ -24,7 +24,7 @@ def customized(
     allowed: AllowedIds | None,
     tables: CustomTables,
     given: tuple[Tensor, ...],
-    history: History | None,
+    history: AnyHistory | None,
     *,
     edits: CustomEdits,
     vocab_size: int,
@@ -46,7 +46,7 @@ def edit_rows(
     positions: Tensor,
     tables: CustomTables,
     given: tuple[Tensor, ...],
-    history: History | None,
+    history: AnyHistory | None,
     vocab_size: int,
 ) -> Iterator[tuple[Tensor, EditRows]]:
     """Which rows have an edit, bool ``[R, 1]``, and what it reads of them, for each edit."""
@@ -64,7 +64,7 @@ def edit_rows(
         state = {name: by_row(next(states).values[slot]) for name in edits.states[number]}
         before = None
         if edit.history_tokens and history is not None:
-            before = tokens_before(slot, positions, history, edit.history_tokens)
+            before = tokens_before(texts_of(history, slots), positions, history, edit.history_tokens)
         yield is_used[:, None], EditRows(positions[:, None], params, inputs, constants, before, state)
 
 
@@ -73,9 +73,9 @@ def by_row(values: Tensor) -> Tensor:
     return values[:, None] if values.dim() == 1 else values
 
 
-def tokens_before(slot: Tensor, positions: Tensor, history: History, count: int) -> Tensor:
+def tokens_before(text: Tensor, positions: Tensor, history: AnyHistory, count: int) -> Tensor:
     """The tokens before each row's own, int32 ``[R, count]``, the last one last; ``UNWRITTEN`` where there is none."""
     most = history.entries.shape[2]
     place = positions[:, None] - count + torch.arange(count, device=positions.device)
-    held = history.entries[slot[:, None], TOKEN, place.clamp(0, most - 1)]
+    held = history.entries[text[:, None], TOKEN, place.clamp(0, most - 1)]
     return torch.where((place >= 0) & (place < most), held, UNWRITTEN)

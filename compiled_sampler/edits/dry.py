@@ -28,7 +28,7 @@ from compiled_sampler.edits.edit_spec import (
     in_range,
     normal,
 )
-from compiled_sampler.edits.history import TOKEN, UNWRITTEN, History
+from compiled_sampler.edits.history import TOKEN, UNWRITTEN, AnyHistory, texts_of
 
 MOST_REPEATED = 50  # tokens of a repetition that DRY tells apart; longer ones are penalized like these
 _POSITION_BYTES = 270  # of a row, at most, in eager torch: an int32 and a bool for each length of a repetition
@@ -46,21 +46,21 @@ class Dry(NamedTuple):
     breakers: Tensor
     """int32 ``[S, K]``, tokens that no repetition holds, each id once."""
 
-    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
+    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Penalties of repetitions; a token that stands at several positions gets its largest one."""
         read = slots, positions, self, history
         writer.put(without_repetitions, *read, smallest=True, position_bytes=_POSITION_BYTES)
 
 
 def without_repetitions(
-    x: Tensor, slots: Tensor, positions: Tensor, dry: Dry, history: History
+    x: Tensor, slots: Tensor, positions: Tensor, dry: Dry, history: AnyHistory
 ) -> tuple[Tensor, Tensor]:
     """Tokens of each row's history, int64 ``[R, L]``, and what their logits become at most, float32."""
-    slot, most = slots.clamp(min=0), history.entries.shape[2]
+    slot, text, most = slots.clamp(min=0), texts_of(history, slots), history.entries.shape[2]
     end, first = positions.clamp(max=most), positions - dry.ranges[slot]
     first = torch.where(dry.ranges[slot] > 0, first.clamp(min=0), 0)
-    place, held = indices(most, x.device), history.entries[slot, TOKEN]
-    last = history.entries[slot[:, None], TOKEN, _last_places(positions).clamp(0, most - 1)]
+    place, held = indices(most, x.device), history.entries[text, TOKEN]
+    last = history.entries[text[:, None], TOKEN, _last_places(positions).clamp(0, most - 1)]
     last = torch.where((_last_places(positions) >= 0) & (_last_places(positions) < most), last, UNWRITTEN)
     last = torch.where(_is_breaker(last, slot, dry), UNWRITTEN, last)
     inside = (place[None, :] - first[:, None]).clamp(0, MOST_REPEATED)

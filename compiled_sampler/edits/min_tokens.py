@@ -19,7 +19,7 @@ from compiled_sampler.edits.edit_spec import (
     checked_token_ids,
     count_in_range,
 )
-from compiled_sampler.edits.history import History
+from compiled_sampler.edits.history import AnyHistory
 
 _MASKED = float("-inf")
 
@@ -32,7 +32,7 @@ class StopLists(NamedTuple):
     counts: Tensor  # int32 ``[S]``, tokens that end each request
     token_ids: Tensor  # int32 ``[S, T]``, each id once
 
-    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
+    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Masks of tokens that would come too early."""
         writer.put(without_stops, slots, positions, self)
 

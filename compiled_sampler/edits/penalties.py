@@ -15,7 +15,7 @@ from torch import Tensor
 from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits, edited_tokens, entry_ids
 from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, check_scope, in_range, normal
-from compiled_sampler.edits.history import ORDINAL, SUCCESSOR, TOKEN, History
+from compiled_sampler.edits.history import ORDINAL, SUCCESSOR, TOKEN, AnyHistory, texts_of
 
 _POSITION_BYTES = 51  # of a row, at most, in eager torch: tokens and what is added, gathered and as indices
 
@@ -34,7 +34,7 @@ class Penalties(NamedTuple):
     of_output: Tensor
     """int32 ``[S]``, 1 if ``repetition`` is of tokens that were drawn alone, 0 if of those of the prompt too."""
 
-    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: History | None) -> None:
+    def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Penalties."""
         writer.add(write_penalties, slots, positions, self, history, position_bytes=_POSITION_BYTES)
 
@@ -45,7 +45,7 @@ def write_penalties(
     slots: Tensor,
     positions: Tensor,
     penalties: Penalties,
-    history: History,
+    history: AnyHistory,
     *,
     vocab_size: int,
     tells: bool = False,
@@ -55,13 +55,19 @@ def write_penalties(
 
 
 def penalized_tokens(
-    x: Tensor, slots: Tensor, positions: Tensor, penalties: Penalties, history: History, *, vocab_size: int
+    x: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    penalties: Penalties,
+    history: AnyHistory,
+    *,
+    vocab_size: int,
 ) -> EditedTokens:
     """What penalties change in the tokens of each row's history, ``[R, L]``; biases are in the logits before."""
-    slot, most = slots.clamp(min=0), history.entries.shape[2]
-    is_last = _is_last(slot, positions.clamp(max=most).to(torch.int32), history) & (slots >= 0)[:, None]
-    ids = entry_ids(history.entries[slot, TOKEN], is_last, vocab_size)
-    before, drawn = x.gather(1, ids), history.entries[slot, ORDINAL]
+    slot, text, most = slots.clamp(min=0), texts_of(history, slots), history.entries.shape[2]
+    is_last = _is_last(text, positions.clamp(max=most).to(torch.int32), history) & (slots >= 0)[:, None]
+    ids = entry_ids(history.entries[text, TOKEN], is_last, vocab_size)
+    before, drawn = x.gather(1, ids), history.entries[text, ORDINAL]
     after = penalized_logits(before, drawn, Penalties(*(each[slot][:, None] for each in penalties)))
     return edited_tokens(ids, before, after, is_last)
 
@@ -81,11 +87,11 @@ def penalized_logits(x: Tensor, drawn: Tensor, penalties: Penalties) -> Tensor:
     return torch.where(is_repeated | is_lowered, after, x)
 
 
-def _is_last(slot: Tensor, positions: Tensor, history: History) -> Tensor:
+def _is_last(text: Tensor, positions: Tensor, history: AnyHistory) -> Tensor:
     """Whether a position holds a token, and none before the row's own holds it later: bool ``[R, L]``."""
-    entries, most = history.entries[slot], history.entries.shape[2]
-    here, following, place = entries[:, TOKEN], entries[:, SUCCESSOR], indices(most, slot.device)
-    there = history.entries[slot[:, None], TOKEN, following.clamp(max=most - 1)]
+    entries, most = history.entries[text], history.entries.shape[2]
+    here, following, place = entries[:, TOKEN], entries[:, SUCCESSOR], indices(most, text.device)
+    there = history.entries[text[:, None], TOKEN, following.clamp(max=most - 1)]
     is_repeated = (following > place) & (following < positions[:, None]) & (there == here)
     return (place < positions[:, None]) & (here >= 0) & ~is_repeated
 

@@ -202,6 +202,7 @@ def cut_at_stop(made: VerifyOutputs, slots: Tensor, stops: StopLists) -> VerifyO
         num_matching=made.num_matching,
         status=made.status,
         finished=ends.any(-1) | is_masked,
+        node_ids=None if made.node_ids is None else torch.where(place[:-1] < length[:, None], made.node_ids, -1),
     )
 
 

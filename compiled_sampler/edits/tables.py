@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_sampler.edits import EDIT_SPECS
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.changes import ListTable
-from compiled_sampler.edits.history import History, HistoryRows
+from compiled_sampler.edits.history import AnyHistory, History, HistoryRows, RowPaths
 from compiled_sampler.edits.names import Leave
 from compiled_sampler.edits.watermark import Watermarks
 from compiled_sampler.logit_edit import CustomEdits
@@ -62,7 +62,7 @@ class EditTables(NamedTuple):
     allowed: AllowedIds | None = None
     lists: tuple[ListTable, ...] = ()
     """Of the edits that write a few tokens of each row, in the order in which they do."""
-    history: History | None = None
+    history: AnyHistory | None = None
     """Given if another field reads it."""
     custom: CustomTables | None = None
     """For the edits of the user."""
@@ -84,10 +84,12 @@ class EditInputs(NamedTuple):
     """The edits of the user that act; None for none."""
     given: tuple[Tensor, ...] = ()
     """The tensors of the call that these read, in the order of the edits and their inputs: ``[R, >= V]`` or ``[R]``."""
+    paths: RowPaths | None = None
+    """The drafts before each row of trees ``[R]``; None where the history holds all that is before a row."""
 
 
 class NoiseInputs(NamedTuple):
     """What keys the noise of a step instead of the positions of its rows."""
 
     watermarks: Watermarks
-    history: History
+    history: AnyHistory

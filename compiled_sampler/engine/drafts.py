@@ -219,6 +219,8 @@ def check_handles(plan: Plan, drafts: Sequence[Draft]) -> None:
             "torch.tensor(token_ids), or [handle]"
         )
     for offset, draft in enumerate(drafts):
+        if draft.token_ids.dim() != 1:
+            raise ValueError("drafts must be of one token a request, got siblings; pass token_ids and parents instead")
         if draft.plan.slots != plan.slots:
             raise ValueError(
                 f"drafts must be of the plan's slots {plan.slots}, got {draft.plan.slots}; draft() with its plan"

@@ -23,6 +23,7 @@ from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.engine.requests.uploads import PlannedTensors, room
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import MOST_DRAFTS, Mode
+from compiled_sampler.scalars import checked_int
 
 REPLACEABLE = "slot_ids", "draft_counts", "cumulative_drafts"
 """The fields of a plan that an engine may replace; the last one is the other form of ``draft_counts``."""
@@ -262,6 +263,35 @@ def padded_ids(counts: np.ndarray) -> np.ndarray:
     ends = counts.cumsum()
     index: np.ndarray = (ends - counts)[:, None] + np.arange(counts.max(initial=0))
     return index.clip(max=ends[-1] - 1).ravel()
+
+
+def padded_parents(plan: Plan, parents: Sequence[Sequence[int]], draft_token_ids: Tensor) -> Tensor:
+    """The parents of trees that are on the host, as a tensor like the drafts; raise unless they are trees."""
+    check_has_drafts(plan, True)
+    counts = plan.num_drafts or ()
+    if not _are_lists(parents) or [len(tree) for tree in parents] != [*counts]:
+        raise ValueError(
+            f"parents must have num_drafts={_first_of(counts)} numbers for each request, got {parents!r:.200}; [-1] is "
+            "one draft that follows the text"
+        )
+    rows = list[list[int]]()
+    for request, tree in enumerate(parents):
+        rows.append([checked_int(f"parents[{request}][{node}]", each, "-1 for none") for node, each in enumerate(tree)])
+        for node, parent in enumerate(rows[-1]):
+            if not -1 <= parent < node:
+                raise ValueError(
+                    f"the parent of draft {node} of request {request} must be an earlier draft or -1, got {parent}; "
+                    "number drafts from the root on"
+                )
+    if draft_token_ids.dim() == 1:
+        return torch.tensor([parent for row in rows for parent in row], dtype=torch.int64).to(draft_token_ids.device)
+    width = draft_token_ids.shape[-1]
+    padded = [(row + [-1] * (width - len(row)))[:width] for row in rows]
+    return torch.tensor(padded, dtype=torch.int64).view(len(rows), width).to(draft_token_ids.device)
+
+
+def _are_lists(parents: object) -> bool:
+    return isinstance(parents, Sequence) and all(isinstance(tree, Sequence) for tree in parents)
 
 
 def check_has_drafts(plan: Plan, drafts: bool) -> None:

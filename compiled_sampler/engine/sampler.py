@@ -25,7 +25,7 @@ from compiled_sampler.engine.boundary.tensors import (
 )
 from compiled_sampler.engine.calls import Calls, without_ring
 from compiled_sampler.engine.drafts import ONE_HOT, Draft, DraftCache, Proposals, in_sampler_dtype
-from compiled_sampler.engine.plan import Plan, check_has_boundary, check_has_drafts, check_has_positions
+from compiled_sampler.engine.plan import Plan, check_has_boundary, check_has_drafts, check_has_positions, padded_parents
 from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_slots import EditSlots, checked_sizes
@@ -297,10 +297,11 @@ class Sampler(RequestHolder):
         coupled: bool = True,
         offset: int = 0,
         *,
+        width: int | None = None,
         token_bitmask: Tensor | None = None,
         edit_inputs: Mapping[str, Tensor] | None = None,
     ) -> Draft:
-        """One draft for every request, drawn from a drafter's logits with the request's own parameters.
+        """One draft for every request, or siblings of a tree, from a drafter's logits with the request's parameters.
 
         Args:
             plan: from ``plan``, with or without drafts; one row a request.
@@ -309,6 +310,9 @@ class Sampler(RequestHolder):
             coupled: True uses the target's noise, so that the rule "match" accepts more drafts; False uses independent
                 noise, which the rules "rejection" and "block" need.
             offset: number of drafts of the same block before this one; it keys the noise of an uncoupled draft.
+            width: w, siblings of a tree: the tokens ``[N, w]`` are the w best of the race that a coupled draft wins,
+                the best first, and -1 where filters keep fewer; of a greedy request the w first of the order. Nothing
+                is written into the history. Pass ``token_ids`` to ``verify``, not the handle. None for one draft.
             token_bitmask: as in ``sample``; ``verify`` must get the same for the row that judges the draft.
             edit_inputs: as in ``sample``, the same for ``verify`` too.
 
@@ -324,6 +328,8 @@ class Sampler(RequestHolder):
         offset = arguments.checked_offset(offset, coupled)
         edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs)
         tensors = {"logits": in_sampler_dtype(draft_logits, self.logits_dtype), "positions": positions, **edit_tensors}
+        if width is not None:
+            width = arguments.checked_siblings(width, coupled)
         if not coupled:
             tensors["offsets"] = self._repeated(offset, count)
 
@@ -332,12 +338,15 @@ class Sampler(RequestHolder):
             check_positions(positions, count, self.device)
             self._custom.check_given(plan.edits, edit_tensors, count, self.device)
             step = Step("sample" if coupled else "draft", plan.mode, edits=edits)
+            step = step if width is None else Step("best", plan.mode, edits=edits, num_best=width)
             return self._runner.resolve(step, plan, tensors, None)
 
-        key = "draft", plan.mode.name, count, plan.num_drafts is None, plan.replaced, coupled, edits
+        key = "draft", plan.mode.name, count, plan.num_drafts is None, plan.replaced, coupled, edits, width
         run = self._calls.run_for(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
         number = 0 if coupled or self._draft_cache is None else self._draft_cache.claim(plan, offset)
         drawn: SampleOutputs = run(plan, tensors, None)
+        if width is not None:
+            drawn = drawn._replace(token_ids=drawn.token_ids.view(count, width))
         is_held = not coupled and not number
         law = draft_logits[:, : self._logits.vocab_size].detach().clone() if is_held else None
         return Draft(drawn, law, plan, offset, number)
@@ -357,6 +366,7 @@ class Sampler(RequestHolder):
         positions: Tensor,
         rule: str = "match",
         *,
+        parents: Tensor | Sequence[Sequence[int]] | None = None,
         draft_probs: Tensor | None = None,
         draft_logits: Tensor | None = None,
         draft_logits_are: str = "raw",
@@ -377,6 +387,10 @@ class Sampler(RequestHolder):
                 their offsets.
             positions: int64 or int32 ``[N]``, >= 0, the position of the first token that may be drawn.
             rule: "match" keeps the very tokens of sampling without drafts; "rejection" and "block" keep their law.
+            parents: of trees of drafts, int64 or int32, padded or flat as ``draft_token_ids``: the earlier draft that
+                each one follows, by its number in the request, or -1 for one that follows the text. Row 0 of a request
+                is then of the text, row j + 1 of the text after draft j and those before it. Wrong ones on the device
+                set ``PARENT_OUT_OF_RANGE``; k_n numbers for each request in lists are checked here. Needs "match".
             draft_probs: float32 ``[sum(k_n), >= V]`` in [0, 1], which the drafts were drawn from; more counts as 1.
             draft_logits: ``[sum(k_n), >= V]`` of the dtypes that ``draft`` takes. Without either, and without handles,
                 the drafts are one-hot.
@@ -408,7 +422,12 @@ class Sampler(RequestHolder):
         if not isinstance(draft_token_ids, Tensor):
             draft_token_ids, proposals = self._verifier.of_handles(plan, draft_token_ids, rule, proposals, is_captured)
         tensors = logits, draft_token_ids, positions, proposals
-        call = VerifyCall(*tensors, edits, edit_tensors, consume_logits, logprobs, is_captured)
+        if parents is not None and not isinstance(parents, Tensor):
+            arguments.check_not_capturing(
+                self.device, "parents must be a tensor inside a capture, which forbids uploads of lists"
+            )
+            parents = padded_parents(plan, parents, draft_token_ids)
+        call = VerifyCall(*tensors, edits, edit_tensors, consume_logits, logprobs, is_captured, parents)
         return self._verifier.run(plan, plan.mode, rule, call, without_ring(out))
 
     def verify_from_probs(

@@ -22,7 +22,7 @@ class Step:
     """One callable of the graph cache: a kind of step in a mode and for a number of drafts."""
 
     kind: str
-    """"sample", "draft", "probabilities", "edited_logits" or "verify"."""
+    """"sample", "draft", "best", "probabilities", "edited_logits" or "verify"."""
     mode: Mode
     """The mode that the step is compiled for."""
     width: int = 0
@@ -34,6 +34,10 @@ class Step:
     """Which logprobs it returns; None for none."""
     reads_draw_index: bool = False
     """Whether its rows are draws of positions that have several."""
+    num_best: int = 0
+    """How many of the best tokens of its race a step of the kind "best" returns."""
+    of_trees: bool = False
+    """Whether it verifies trees of drafts."""
 
     @property
     def name(self) -> str:
@@ -43,7 +47,7 @@ class Step:
             edits += f" + {self.logprobs.label}"
         if self.kind == "sample":
             return f"{self.mode.name}{' of several draws' if self.reads_draw_index else ''}{edits}"
-        width = f"[{self.width}]" if self.width else ""
+        width = f"[{'tree of ' if self.of_trees else ''}{self.width}]" if self.width else ""
         return f"{self.kind}{width} {self.mode.name}{edits}"
 
     @property
@@ -60,7 +64,7 @@ class Step:
     @cached_property
     def has_tokens(self) -> bool:
         """Whether it draws tokens."""
-        return self.kind not in ("probabilities", "edited_logits")
+        return self.kind not in ("best", "probabilities", "edited_logits")
 
     @property
     def takes_logprobs(self) -> bool:
@@ -95,6 +99,8 @@ class Step:
         if self.kind == "verify":
             inputs["num_drafts"] = BufferSpec((), torch.int64, -1, also=_ALSO, on_host=True)
             inputs["draft_token_ids"] = BufferSpec((self.width,), torch.int64, -1, also=_ALSO)
+            if self.of_trees:
+                inputs["parents"] = inputs["draft_token_ids"]
             if self.mode.drafts not in ("one_hot", CACHE):
                 dtype = torch.float32 if self.mode.drafts == "probabilities" else logits_dtype
                 inputs["proposals"] = BufferSpec((columns,), dtype, 0.0, self.width, ragged=True)
@@ -104,7 +110,14 @@ class Step:
         """The name of an input in the graph cache, where inputs of one name share a buffer and so a layout."""
         if name == "logits" and self.mode.from_probabilities:
             name = "probabilities"
-        by_row = name in ("logits", "probabilities", "draft_token_ids", "proposals", MASK) or name.startswith(GIVEN)
+        by_row = name in (
+            "logits",
+            "probabilities",
+            "draft_token_ids",
+            "parents",
+            "proposals",
+            MASK,
+        ) or name.startswith(GIVEN)
         if by_row and self.width:
             name = f"{name} x {self.width}"
         form = "logits" if self.mode.drafts == PROCESSED else self.mode.drafts
@@ -116,7 +129,8 @@ class Step:
 
     def covers(self, other: Step) -> bool:
         """Whether it serves all batches of another step that verifies in the same way."""
-        ways = [(step.mode.rule, step.mode.drafts, step.mode.from_probabilities) for step in (self, other)]
+        steps = self, other
+        ways = [(step.mode.rule, step.mode.drafts, step.mode.from_probabilities, step.of_trees) for step in steps]
         is_alike = ways[0] == ways[1] and (self.edits, self.logprobs) == (other.edits, other.logprobs)
         return is_alike and includes(self.mode, other.mode)
 

@@ -27,7 +27,7 @@ from compiled_sampler.pipeline.chunks import in_history_chunks
 from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.logprobs import logprobs_of
-from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
+from compiled_sampler.pipeline.sample import best_step, edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import Schedule, is_gpu, schedule_for
 from compiled_sampler.pipeline.sharded import drawing_in
 from compiled_sampler.pipeline.verify import verify_step
@@ -43,6 +43,7 @@ _INTEGERS = (
     "draw_index",
     "num_drafts",
     "draft_token_ids",
+    "parents",
 )  # of a step, which may be int32 or int64
 
 _SEARCHED_BYTES = 5  # measured in eager torch: for each position that a token is looked for at, and the numbers there
@@ -73,7 +74,7 @@ class StepExecutor:
     def __call__(
         self, step: Step, run: Run, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
         draw_index: Tensor | None = None, num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None,
-        proposals: Tensor | None = None,
+        proposals: Tensor | None = None, parents: Tensor | None = None,
         **edit_tensors: Tensor,
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
@@ -93,7 +94,7 @@ class StepExecutor:
         if num_drafts is not None and draft_token_ids is not None:
             cached = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
             drafted = (logits, slots, positions, num_drafts, draft_token_ids, cached, table)
-            verified = VerifyInputs(*drafted, edits, stops, logprobs, noise, self._unfiltered)
+            verified = VerifyInputs(*drafted, edits, stops, logprobs, noise, self._unfiltered, parents=parents)
             return self._verified(step, in_int64(verified), run)
         ends = None if step.records else stops  # what records the tokens finds which of them are ends, too
         inputs = in_int64(
@@ -114,7 +115,7 @@ class StepExecutor:
 
     def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs, run: Run) -> Any:
         results = self._computed_rows(step, inputs, run)
-        if self._shard is None or step.has_tokens:
+        if self._shard is None or step.has_tokens or step.kind == "best":
             return results
         (rows,) = results  # of probabilities, or edited logits
         return type(results)(self._shard.own(rows, step.mode.vocab_size).contiguous())
@@ -125,6 +126,8 @@ class StepExecutor:
             is_uncovered = idle_status(inputs.table, inputs.slots) == int(RowStatus.NOT_COVERED)
             edited.logits.masked_fill_(is_uncovered[:, None], -math.inf)
             return edited
+        if isinstance(inputs, SampleInputs) and step.kind == "best":
+            return best_step(step.mode, inputs, step.num_best, call if self._is_definition else run)
         if self._is_definition:
             return by_definition(step.kind, step.mode, inputs)
         if not isinstance(inputs, VerifyInputs) and step.kind == "probabilities":
@@ -148,7 +151,7 @@ class StepExecutor:
     def _verified(self, step: Step, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
         """The results of a verification, whose drafts are in the history before, and its last tokens afterwards."""
         requests, width = (inputs.slots, inputs.positions), inputs.draft_token_ids.shape[1]
-        if step.records and width:
+        if step.records and width and not step.of_trees:  # rows of trees have texts of their own
             drafts = *requests, inputs.draft_token_ids, inputs.num_drafts, inputs.table
             self._record(run, record_drafts, width, *drafts, vocab_size=step.mode.vocab_size)
         verified: VerifyOutputs = self._computed(step, inputs, run)
@@ -217,7 +220,7 @@ def _verified_by_definition(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
         verified = cut_at_stop(verified, inputs.slots, inputs.stops)
     if inputs.logprobs is None:
         return verified
-    rows = emitted_logprobs(_schedule(mode, inputs), edited.logits, inputs, verified.token_ids, call)
+    rows = emitted_logprobs(_schedule(mode, inputs), edited.logits, inputs, verified, call)
     assert rows is not None
     return with_logprobs(verified, rows, inputs, call)
 

@@ -59,6 +59,7 @@ class SamplerStatistics(CacheStatistics):
 OUTPUTS: dict[str, Any] = {
     "sample": SampleOutputs,
     "draft": SampleOutputs,
+    "best": SampleOutputs,
     "verify": VerifyOutputs,
     "probabilities": ProbabilityOutputs,
     "edited_logits": EditedOutputs,
@@ -371,7 +372,8 @@ def _run_nothing(
     if out is not None:
         return out
     kind, columns = OUTPUTS[step.kind], step.width + 1 if step.kind == "verify" else columns
-    return empty_outputs(kind, columns, device, has_edits=step.has_tokens and bool(step.edits), logprobs=step.logprobs)
+    has_edits = step.has_tokens and bool(step.edits)
+    return empty_outputs(kind, columns, device, has_edits=has_edits, logprobs=step.logprobs, of_trees=step.of_trees)
 
 
 def copied(results: Results, out: Results) -> Results:
@@ -397,9 +399,9 @@ def _steps_of(
         if "watermark" in edits and way.rule != "match":
             continue
         for mode in modes:
-            yield Step("verify", verifying(mode, way.rule, way.drafts), way.width, edits)
+            yield Step("verify", verifying(mode, way.rule, way.drafts), way.width, edits, of_trees=way.trees)
         of_logits = writes or {MASK, "watermark", *with_call} & {*edits}
-        if way.drafts in ("one_hot", "probabilities") and not of_logits:
+        if way.drafts in ("one_hot", "probabilities") and not of_logits and not way.trees:
             mode = verifying(probabilities_mode(modes[0].vocab_size), way.rule, way.drafts)
             yield Step("verify", mode, way.width, edits)
     for mode in modes if probabilities and not writes else ():

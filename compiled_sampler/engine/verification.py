@@ -43,7 +43,7 @@ from compiled_sampler.engine.plan import (
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import StepRun, StepRunner, copied
 from compiled_sampler.logprobs import Logprobs, mapped
-from compiled_sampler.modes import Mode, check_rule
+from compiled_sampler.modes import Mode, check_rule, check_tree_rule
 from compiled_sampler.speculation.row_layout import padded
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
@@ -70,6 +70,8 @@ class VerifyCall(NamedTuple):
     """Which are returned; None for none."""
     is_captured: bool = False
     """Whether the current stream is being captured."""
+    parents: Tensor | None = None
+    """int64 or int32, padded or flat as ``token_ids``; None for chains."""
 
     def width(self, plan: Plan) -> int:
         """K, drafts of a request: as padded, or the plan's width where they are flat."""
@@ -97,7 +99,7 @@ class Verifier:
 
     def run(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: VerifyOutputs | None) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify``."""
-        target, token_ids, positions, proposals, edits, edit_tensors, consumes, logprobs, is_captured = call
+        target, token_ids, positions, proposals, edits, edit_tensors, consumes, logprobs, is_captured, parents = call
         drawn_from = () if proposals is ONE_HOT else (*proposals.tensors,)
         forms = proposals.probs is None, proposals.logits is None, *proposals[2:]
         if consumes is not False:
@@ -110,8 +112,9 @@ class Verifier:
             return self._resolve(plan, mode, rule, call, out)
 
         shape = mode.name, plan.num_rows, plan.num_proposals, plan.width, len(plan.slots), plan.replaced
-        key = ("verify", *shape, rule, forms, edits, logprobs)
-        tensors = (target, token_ids, positions, *drawn_from, *edit_tensors.values())
+        key = ("verify", *shape, rule, forms, edits, logprobs, parents is None)
+        of_trees = () if parents is None else (parents,)
+        tensors = (target, token_ids, positions, *of_trees, *drawn_from, *edit_tensors.values())
         read = (*tensors, *plan.device_tensors) if plan.replaced else tensors
         run = self._calls.run_for(key, read, out, resolve, is_captured)
         verified: VerifyOutputs = run(plan, call, out)
@@ -132,6 +135,12 @@ class Verifier:
         if proposals.logits is not None:
             check_logits(proposals.logits, plan.num_proposals, self._logits, "draft_logits")
         check_drafts(call.token_ids, count, plan.width, plan.num_proposals, device)
+        if call.parents is not None:
+            check_tree_rule(rule)
+            check_drafts(call.parents, count, plan.width, plan.num_proposals, device, "parents")
+            if call.parents.shape != call.token_ids.shape:
+                shapes = list(call.token_ids.shape), list(call.parents.shape)
+                raise ValueError(f"parents must be {shapes[0]} like draft_token_ids, got {shapes[1]}; pad both alike")
         if not mode.from_probabilities:
             custom.check_given(plan.edits, call.edit_tensors, plan.num_rows, device)
         check_logprobs(call.logprobs, mode.vocab_size)
@@ -139,13 +148,17 @@ class Verifier:
         if out is not None:
             tensors = (call.target, call.token_ids, call.positions, *proposals.tensors, *call.edit_tensors.values())
             read, sizes = (*tensors, *plan.device_tensors, *custom.states.every), (count, call.width(plan) + 1)
-            has_edits = bool(call.edits)
-            check_outputs(out, VerifyOutputs, *sizes, device, read, has_edits=has_edits, logprobs=call.logprobs)
+            has_edits, of_trees = bool(call.edits), call.parents is not None
+            read = read if call.parents is None else (*read, call.parents)
+            check_outputs(
+                *(out, VerifyOutputs, *sizes, device, read),
+                has_edits=has_edits, logprobs=call.logprobs, of_trees=of_trees,
+            )  # fmt: skip
 
     def _resolve(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> StepRun:
         """The narrowest registered step that is wide enough, for arguments like these, which are checked."""
         proposals, width = self._in_sampler_dtype(call.proposals), call.width(plan)
-        wanted = Step("verify", mode, width, call.edits, call.logprobs)
+        wanted = Step("verify", mode, width, call.edits, call.logprobs, of_trees=call.parents is not None)
         step = self._runner.verification(wanted, rule, proposals.forms(rule, plan), not plan.has_planned_slots)
         # A tensor is made in each call where drafts are narrower than the step or flat, where draft logits are
         # converted, and where counts come as sums.
@@ -184,6 +197,8 @@ def _run_counted(run: StepRun, plan: Plan, call: VerifyCall, out: Any) -> Verify
 def _first_places(verified: VerifyOutputs, count: int) -> VerifyOutputs:
     """Views of the first ``count`` tokens of each request, and of their logprobs."""
     logprobs = verified.logprobs
+    if verified.node_ids is not None:
+        verified = verified._replace(node_ids=verified.node_ids[:, : count - 1])
     logprobs = None if logprobs is None else mapped(logprobs, lambda field: field[:, :count])
     return verified._replace(token_ids=verified.token_ids[:, :count], logprobs=logprobs)
 
@@ -202,10 +217,12 @@ def _padded(plan: Plan, token_ids: Tensor) -> Tensor:
 
 def _step_inputs(plan: Plan, call: VerifyCall, step: Step) -> dict[str, Tensor]:
     """The inputs of a verification step by name, its drafts padded with -1 to as many as it takes."""
-    token_ids = _padded(plan, call.token_ids)
-    if missing := step.width - token_ids.shape[1]:
-        token_ids = F.pad(token_ids, (0, missing), value=-1)
-    tensors = {"logits": call.target, "positions": call.positions, "draft_token_ids": token_ids, **call.edit_tensors}
+    by_draft = {"draft_token_ids": call.token_ids, **({} if call.parents is None else {"parents": call.parents})}
+    for name, values in by_draft.items():
+        by_draft[name] = _padded(plan, values)
+        if missing := step.width - by_draft[name].shape[1]:
+            by_draft[name] = F.pad(by_draft[name], (0, missing), value=-1)
+    tensors = {"logits": call.target, "positions": call.positions, **by_draft, **call.edit_tensors}
     proposals = call.proposals.rows(step.mode.drafts, call.target)
     if proposals is not None:
         tensors["proposals"] = proposals

@@ -22,7 +22,7 @@ from compiled_sampler.functional.arguments import (
     parameter_rows,
     run_of,
 )
-from compiled_sampler.modes import MOST_DRAFTS, Mode, check_rule, probabilities_mode, verifying
+from compiled_sampler.modes import MOST_DRAFTS, Mode, check_rule, check_tree_rule, probabilities_mode, verifying
 from compiled_sampler.pipeline.verify import verify_step
 
 
@@ -39,6 +39,8 @@ class _Rows(NamedTuple):
     """``[N]``; None for K of every request."""
     proposals: Tensor | None
     """``[D, >=V]``, logits or probabilities; None for one-hot drafts."""
+    parents: Tensor | None = None
+    """``[N, K]``; None for chains."""
 
 
 @known_keywords
@@ -54,6 +56,7 @@ def verify(
     positions: IntOrRows,
     num_drafts: Tensor | None = None,
     rule: str = "match",
+    parents: Tensor | None = None,
     draft_probs: Tensor | None = None,
     draft_logits: Tensor | None = None,
     mode: str | None = None,
@@ -79,6 +82,7 @@ def verify(
         num_drafts: int64 or int32 ``[N]`` on the device, k_n in [0, K], or -1 for padding without rows; None for K of
             every request. A request whose rows would lie behind the last row of logits or proposals is out of range.
         rule: "match", "rejection" or "block".
+        parents: int64 or int32 ``[N, K]``, of trees of drafts as in ``Sampler.verify``; None for chains.
         draft_probs: float32 ``[D, >=V]`` in [0, 1], what the drafts were drawn from, request after request.
         draft_logits: ``[D, >=V]`` of the dtype of the logits, or of 16 bits beside float32 logits.
         mode: as for ``sample``; so are vocab_size, top_p_base and backend.
@@ -102,7 +106,7 @@ def verify(
         proposals, drafts = draft_probs, "probabilities"
     else:
         proposals, drafts = in_sampler_dtype(draft_logits, form.dtype), "logits"
-    rows = _Rows(logits, form, draft_token_ids, num_drafts, proposals)
+    rows = _Rows(logits, form, draft_token_ids, num_drafts, proposals, parents)
     return _verified(static, rule, drafts, rows, parameters, backend)
 
 
@@ -147,26 +151,34 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, parameters: Param
     """The outputs of a verification, after checks of all that is left to check."""
     check_rule(rule)
     _check_rows(rows, "target_probs" if mode.from_probabilities else "logits")
-    target, form, draft_token_ids, num_drafts, proposals = rows
+    target, form, draft_token_ids, num_drafts, proposals, parents = rows
+    if parents is not None:
+        check_tree_rule(rule)
+        check_tensor("parents", parents, INTEGERS, form.device)
+        if parents.shape != draft_token_ids.shape:
+            shapes = list(draft_token_ids.shape), list(parents.shape)
+            raise ValueError(f"parents must be {shapes[0]} like draft_token_ids, got {shapes[1]}; pad with -1")
+        parents = parents.to(torch.int64)
     if proposals is not None:
         _check_proposals(rule, drafts, proposals, rows)
         proposals = proposals.detach()
     count, width = draft_token_ids.shape
     static = verifying(mode, rule, "one_hot" if proposals is None else drafts)
-    run = run_of(backend, static, target, count, width + 1, proposals, *parameters)
+    run = run_of(backend, static, target, count, width + 1, proposals, parents, *parameters)
     if not count:
-        return empty_outputs(VerifyOutputs, width + 1, form.device)
+        return empty_outputs(VerifyOutputs, width + 1, form.device, of_trees=parents is not None)
     requests, first_positions = parameter_rows(mode, parameters, count, form.device, run)
     tokens = draft_token_ids.to(torch.int64)
     counts = torch.full_like(first_positions, width) if num_drafts is None else num_drafts.to(torch.int64)
     slots, counts, flags = run(requests_with_rows, target, requests.slots, counts, tokens, proposals)
     inputs = VerifyInputs(target, slots, first_positions, counts, tokens, proposals, requests.table)
+    inputs = inputs._replace(parents=parents)
     return run(marked_requests, verify_step(static, inputs, run), flags)
 
 
 def _check_rows(rows: _Rows, name: str) -> None:
     """Raise unless drafts are integers ``[N, K]`` on the device of the target, which has rows for them."""
-    target, form, draft_token_ids, num_drafts, _ = rows
+    target, form, draft_token_ids, num_drafts, *_ = rows
     check_tensor("draft_token_ids", draft_token_ids, INTEGERS, form.device)
     if draft_token_ids.dim() != 2 or draft_token_ids.shape[1] > MOST_DRAFTS:
         shape = list(draft_token_ids.shape)

@@ -12,17 +12,31 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.batch import DraftTable, ProbabilityOutputs, RowStatus
+from compiled_sampler.batch import DraftTable, ProbabilityOutputs, RowStatus, SampleOutputs
 from compiled_sampler.core.arithmetic import LOG2_E, reciprocal
 from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
 from compiled_sampler.core.mass import MASS_BITS, clamped, exp2_mass, exp2_moment, exp2_scaled, scaled_logits
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.order import POSITIVE_INFINITY_KEY, is_visible, key_float, last_of, order_key, row_logits
-from compiled_sampler.core.rows import RowSlots, gather_rows, idle_status, with_scale
+from compiled_sampler.core.order import (
+    MASKED_KEY,
+    POSITIVE_INFINITY_KEY,
+    indices,
+    is_visible,
+    key_float,
+    last_of,
+    order_key,
+    pack,
+    packed_id,
+    packed_key,
+    row_logits,
+)
+from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows, idle_status, with_scale
+from compiled_sampler.core.score import score_key
 from compiled_sampler.passes.blocks import AnyLogits, all_rows, logit_blocks, own_tokens, rows_in_windows
-from compiled_sampler.passes.kept import Cut, Kept, probability_mass, unfiltered_cut, weight
+from compiled_sampler.passes.kept import Cut, Kept, passes, probability_mass, unfiltered_cut, weight
 from compiled_sampler.passes.maxima import (
     BlockMaxima,
     best_bits,
@@ -144,6 +158,25 @@ def probabilities(logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: 
     ids = torch.arange(vocab_size, device=logits.device).to(torch.int32)
     share = torch.where(idle_status(row_slots.table, row_slots.slots) == 0, law.inverse, 0.0)[:, None]
     return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
+
+
+def race_order(logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: int, count: int) -> SampleOutputs:
+    """The ``count`` best tokens of each row's race on the target's noise, int64 ``[R, count]``; -1 behind the last."""
+    # Of a greedy row, which keeps one token, it is the first ones of the order.
+    cut = law.cut
+    assert cut is not None  # rows are logits
+    rows, x, ids = (
+        gather_rows(row_slots, stream=TARGET),
+        row_logits(logits, vocab_size),
+        indices(vocab_size, logits.device),
+    )
+    kept = passes(x, ids, scaled_logits(x, expand_to(cut.row_max, x), expand_to(cut.scale, x)), cut)
+    keeps = rows.live[:, None] if kept is None else rows.live[:, None] & (kept | (rows.noise_mask == 0)[:, None])
+    best = pack(torch.where(keeps, score_key(x, ids, rows), MASKED_KEY), ids).topk(min(count, vocab_size)).values
+    tokens = torch.where(packed_key(best) == MASKED_KEY, -1, packed_id(best).to(torch.int64))
+    status = torch.where(tokens[:, 0] < 0, law.status | int(RowStatus.ALL_MASKED), law.status)
+    tokens = F.pad(tokens, (0, count - tokens.shape[1]), value=-1)
+    return SampleOutputs(tokens, torch.where(rows.live, status, rows.idle))
 
 
 def _law(cut: Cut | None, total: Tensor, nan_bits: Tensor | None) -> Law:

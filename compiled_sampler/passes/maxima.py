@@ -30,7 +30,7 @@ from compiled_sampler.core.order import (
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.custom import customized
-from compiled_sampler.edits.history import History
+from compiled_sampler.edits.history import AnyHistory
 from compiled_sampler.edits.masks import masked
 from compiled_sampler.edits.tables import CustomTables
 from compiled_sampler.logit_edit import CustomEdits
@@ -247,7 +247,7 @@ def customized_with_maxima(
     allowed: AllowedIds | None,
     tables: CustomTables,
     given: tuple[Tensor, ...],
-    history: History | None,
+    history: AnyHistory | None,
     *,
     edits: CustomEdits,
     vocab_size: int,

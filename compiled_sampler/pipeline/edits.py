@@ -33,6 +33,7 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.changes import take_back
 from compiled_sampler.edits.custom import customized
+from compiled_sampler.edits.history import AnyHistory, History, RowHistory, RowPaths, row_history
 from compiled_sampler.edits.masks import MaskedLogits, copied, masked, row_words
 from compiled_sampler.edits.names import RESTORE
 from compiled_sampler.edits.tables import EditInputs, EditTables
@@ -43,6 +44,8 @@ from compiled_sampler.passes.maxima import BlockMaxima, customized_with_maxima, 
 from compiled_sampler.pipeline.chunks import in_chunks, in_history_chunks
 from compiled_sampler.pipeline.row_filters import filtered_logits
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+
+_TEXT_BYTES = 20  # of a row's text, at most, in eager torch: for each position and each draft before the row
 
 
 class Edited(NamedTuple):
@@ -81,6 +84,7 @@ def logits_to_draw_from(
     schedule: Schedule, logits: Tensor, row_slots: RowSlots, edits: EditInputs | None, run: Run, undo: ExitStack
 ) -> Edited:
     """``edited_logits``, or with a ``drawing_schedule`` that reads masks, the logits as they are and these masks."""
+    edits = _with_texts(edits, row_slots, run)
     if edits is None or not schedule.reads_masks:
         return _edited(schedule, logits, row_slots, edits, run, undo, with_maxima=schedule.copies_with_maxima)
     masks = edits.token_bitmask, row_slots.slots, edits.tables.allowed
@@ -113,9 +117,24 @@ def edited_logits(
 ) -> Tensor:
     """The logits ``[R, >=V]`` after all edits in their order, which every later stage reads."""
     # undo is closed after the last stage that reads them; None where the edits restore nothing.
-    edited, _ = _edited(schedule, logits, row_slots, edits, run, undo, with_maxima=False)
+    edited, _ = _edited(schedule, logits, row_slots, _with_texts(edits, row_slots, run), run, undo, with_maxima=False)
     assert isinstance(edited, Tensor)
     return edited
+
+
+def _with_texts(edits: EditInputs | None, row_slots: RowSlots, run: Run) -> EditInputs | None:
+    """The edits with a text for each row of trees, which every edit reads instead of the history."""
+    if edits is None or edits.paths is None or not isinstance(edits.tables.history, History):
+        return edits
+    texts = row_texts(edits.tables.history, row_slots.slots, edits.paths, run)
+    return edits._replace(tables=edits.tables._replace(history=texts), paths=None)
+
+
+def row_texts(history: AnyHistory, slots: Tensor, paths: RowPaths, run: Run) -> RowHistory:
+    """``row_history`` of rows ``[R]``."""
+    assert isinstance(history, History)
+    length, position_bytes = history.entries.shape[2], _TEXT_BYTES * (paths.tokens.shape[1] + 1)
+    return in_history_chunks(run, position_bytes, length, partial(run, row_history), history, slots, paths)
 
 
 def _edited(

@@ -44,6 +44,7 @@ from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.bounds import Leaders, draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.kept import cut_of_drawn, kept_of_token
+from compiled_sampler.passes.law import Law, race_order, sum_law
 from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
 from compiled_sampler.passes.race import (
     draw_and_keep,
@@ -55,9 +56,10 @@ from compiled_sampler.passes.race import (
     race_maxima,
 )
 from compiled_sampler.pipeline.chunks import in_chunks
-from compiled_sampler.pipeline.edits import Edited, drawing_schedule, logits_to_draw_from, with_one_mask
+from compiled_sampler.pipeline.edits import Edited, drawing_schedule, edited_logits, logits_to_draw_from, with_one_mask
+from compiled_sampler.pipeline.law import row_law
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk, sums_kept, with_kept
-from compiled_sampler.pipeline.schedule import Schedule
+from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import (
     SearchInputs,
     block_maxima,
@@ -115,6 +117,23 @@ def edit_and_draw(
 
     given_ids = None if logprobs is None else logprobs.given_ids
     return in_chunks(schedule, run, drawn_chunk, logits, row_slots, noise_slots, edits, given_ids)
+
+
+def best_step(mode: Mode, inputs: SampleInputs, count: int, run: Run = call) -> SampleOutputs:
+    """The ``count`` best tokens of the race of each row, int64 ``[R, count]``, of which ``sample_step`` draws one."""
+    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=inputs.edits is not None)
+    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    noise_slots, static = keyed_by(row_slots, inputs.noise, run), {"vocab_size": mode.vocab_size, "count": count}
+
+    def best_of_chunk(
+        logits: Tensor, row_slots: RowSlots, noise_slots: RowSlots, edits: EditInputs | None
+    ) -> SampleOutputs:
+        logits = edited_logits(schedule, logits, row_slots, edits, run)
+        law, _ = row_law(schedule, logits, row_slots, run)
+        summed = law if isinstance(law, Law) else run(sum_law, law, filters_min_p=mode.filters_min_p)
+        return run(race_order, logits, summed, noise_slots, **static)
+
+    return in_chunks(schedule, run, best_of_chunk, inputs.logits, row_slots, noise_slots, inputs.edits)
 
 
 def keyed_by(row_slots: RowSlots, noise: NoiseInputs | None, run: Run) -> RowSlots:

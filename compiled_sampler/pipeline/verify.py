@@ -36,6 +36,7 @@ from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.verify_chunks import for_several, in_request_chunks
 from compiled_sampler.pipeline.verify_rows import (
     VerifySchedules,
+    drafted_tree,
     emitted_logprobs,
     layout_of,
     proposal_of,
@@ -44,6 +45,7 @@ from compiled_sampler.pipeline.verify_rows import (
     target_logits,
     verify_schedules,
     with_logprobs,
+    with_paths,
 )
 from compiled_sampler.speculation.acceptance import Judged, Proposal, carried_ratio, judge_drafts, judge_prefixes
 from compiled_sampler.speculation.emission import Final, emit_matches, final_rows
@@ -58,6 +60,7 @@ from compiled_sampler.speculation.residual import (
     residual_of_candidates,
 )
 from compiled_sampler.speculation.row_layout import Layout
+from compiled_sampler.speculation.trees import Tree, emit_path
 
 
 class _Target(NamedTuple):
@@ -91,6 +94,8 @@ def _verify(mode: Mode, inputs: VerifyInputs, run: Run, draw: Draw) -> VerifyOut
         with ExitStack() as undo:
             target, proposal = _laws(schedules, inputs, run, undo)
             outputs, row_logprobs = _judged(schedules, inputs, target, proposal, run)
+    if inputs.parents is not None and outputs.node_ids is None:  # no request has a draft
+        outputs = outputs._replace(node_ids=inputs.parents)
     if inputs.stops is not None:
         outputs = run(cut_at_stop, outputs, inputs.slots, inputs.stops)
     return outputs if row_logprobs is None else with_logprobs(outputs, row_logprobs, inputs, run)
@@ -101,16 +106,22 @@ def _matched(
 ) -> tuple[VerifyOutputs, LogprobOutputs | None]:
     """The outputs of the rule ``match``, and logprobs of rows ``[R]`` if asked for."""
     schedule, slots, drafts = schedules.rows, inputs.slots, inputs.draft_token_ids
+    tree: Tree | None = None
     if schedule.mode.from_probabilities:
         probabilities, layout, law, _ = _target(schedules, inputs, run)
         final = run(every_row_final, law, layout, inputs.table)
         winners = _final_winners(schedule, probabilities, values=None, final=final, run=run)
         draws = run(draw_from_final_blocks, *winners, final)
     else:
-        layout = layout_of(schedules, inputs, run)
-        row_slots, edits, logprobs = row_slots_of(layout, inputs), inputs.edits, inputs.logprobs
-        draws = draw(schedule, inputs.logits, row_slots, edits, logprobs, noise=inputs.noise, stream=TARGET, run=run)
+        tree = drafted_tree(inputs, run)
+        layout = layout_of(schedules, inputs, run, tree)
+        edits, noise = with_paths(schedule.mode, inputs, layout, tree, run)
+        row_slots, logprobs = row_slots_of(layout, inputs), inputs.logprobs
+        draws = draw(schedule, inputs.logits, row_slots, edits, logprobs, noise=noise, stream=TARGET, run=run)
     tokens = draws._replace(logprobs=None)
+    if tree is not None:
+        static = {"vocab_size": schedule.mode.vocab_size}
+        return run(emit_path, tokens, layout, tree, slots, drafts, **static), draws.logprobs
     return run(emit_matches, tokens, layout, slots, drafts, vocab_size=schedule.mode.vocab_size), draws.logprobs
 
 
@@ -134,7 +145,7 @@ def _judged(
     else:
         winners = _final_winners(schedules.requests, logits, values, final, run)
         outputs = run(emit_from_final_blocks, *winners, final, slots, drafts)
-    return outputs, emitted_logprobs(schedules.rows, logits, inputs, outputs.token_ids, run)
+    return outputs, emitted_logprobs(schedules.rows, logits, inputs, outputs, run)
 
 
 def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> tuple[_Target, Proposal]:

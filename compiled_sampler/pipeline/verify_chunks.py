@@ -34,16 +34,16 @@ def in_request_chunks(
     by_row = values if isinstance(values, Tensor) else None
 
     def verified_chunk(
-        slots: Tensor, positions: Tensor, num_drafts: Tensor, drafts: Tensor, starts: Starts
+        slots: Tensor, positions: Tensor, num_drafts: Tensor, drafts: Tensor, parents: Tensor | None, starts: Starts
     ) -> VerifyOutputs:
         rows = run(rows_of_requests, starts, drafts, inputs.logits, by_row)
         chunk = _of_rows(mode, inputs, rows, run)
         chunk = chunk._replace(slots=slots, positions=positions, num_drafts=num_drafts, draft_token_ids=drafts)
-        return verify(chunk)
+        return verify(chunk._replace(parents=parents))
 
     searched = verify_schedules(mode, inputs).requests.searches_requests
     starts = run(request_starts, inputs.num_drafts, searched=searched)
-    requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids
+    requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids, inputs.parents
     return in_chunks_to(ends, verified_chunk, *requests, starts)
 
 
@@ -77,9 +77,10 @@ def for_several(inputs: VerifyInputs, run: Run, verify: Callable[[VerifyInputs],
         return verify(inputs)
     if inputs.slots.shape[0] > 1:
         return verify(_with_two_rows(inputs))
-    requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids
-    slots, positions, num_drafts, drafts = run(with_padding, *requests)
-    padded = inputs._replace(slots=slots, positions=positions, num_drafts=num_drafts, draft_token_ids=drafts)
+    requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids, inputs.parents
+    slots, positions, num_drafts, drafts, parents = run(with_padding, *requests)
+    padded = inputs._replace(slots=slots, positions=positions, num_drafts=num_drafts)
+    padded = padded._replace(draft_token_ids=drafts, parents=parents)
     return _first_request(verify(_with_two_rows(padded)))
 
 

@@ -9,13 +9,13 @@ from torch import Tensor
 from compiled_sampler.batch import DraftTable, PickedRows, SampleInputs, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
-from compiled_sampler.edits.tables import EditInputs
+from compiled_sampler.edits.tables import EditInputs, NoiseInputs
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import PROCESSED, Mode, edits_drafts, proposing
 from compiled_sampler.passes.law import AnyLaw
 from compiled_sampler.passes.maxima import order_maxima_of
 from compiled_sampler.pipeline.chunks import in_chunks
-from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits
+from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, row_texts
 from compiled_sampler.pipeline.law import chunked_row_law, probability_law, row_law, unfiltered_law
 from compiled_sampler.pipeline.logprobs import logprobs_of
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
@@ -30,6 +30,7 @@ from compiled_sampler.speculation.row_layout import (
     row_layout,
     rows_of_drafts,
 )
+from compiled_sampler.speculation.trees import Tree, first_ways, row_paths, tree_of, tree_rows
 
 
 class VerifySchedules(NamedTuple):
@@ -83,14 +84,39 @@ def num_trials(mode: Mode, inputs: VerifyInputs) -> int:
     return entries if values is None else min(entries, rows_like(inputs).shape[0])
 
 
-def layout_of(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> Layout:
+def layout_of(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, tree: Tree | None = None) -> Layout:
     """Request, position and draft of each row ``[R]``, and the trials cut to the D drafts that there can be."""
     _, slots, positions, num_drafts, drafts, *_ = inputs
     mode, searched = schedules.requests.mode, schedules.requests.searches_requests
     static = {"vocab_size": mode.vocab_size, "searched": searched}
     layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **static)
+    if tree is not None:
+        row_slots, row_positions = run(tree_rows, layout, tree, positions)
+        layout = layout._replace(slots=row_slots, positions=row_positions)
     count = num_trials(mode, inputs)
     return layout._replace(trials=Trials(*(field[:count] for field in layout.trials)))
+
+
+def drafted_tree(inputs: VerifyInputs, run: Run) -> Tree | None:
+    """The trees that drafts are; None for chains."""
+    if inputs.parents is None or not inputs.draft_token_ids.shape[1]:
+        return None
+    by_node = inputs.parents, inputs.num_drafts
+    return run(tree_of, run(first_ways, *by_node), *by_node)
+
+
+def with_paths(
+    mode: Mode, inputs: VerifyInputs, layout: Layout, tree: Tree | None, run: Run
+) -> tuple[EditInputs | None, NoiseInputs | None]:
+    """What edits and noise read, where the rows of trees have texts of their own."""
+    edits, noise = inputs.edits, inputs.noise
+    reads = noise is not None or (edits is not None and edits.tables.history is not None)
+    if tree is None or not reads:
+        return edits, noise
+    paths = run(row_paths, layout, tree, inputs.positions, inputs.draft_token_ids, vocab_size=mode.vocab_size)
+    if noise is not None:
+        noise = noise._replace(history=row_texts(noise.history, layout.slots, paths, run))
+    return edits if edits is None else edits._replace(paths=paths), noise
 
 
 def row_slots_of(layout: Layout, inputs: VerifyInputs) -> RowSlots:
@@ -144,8 +170,10 @@ def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
     if inputs.edits is None:
         return inputs
     schedules = verify_schedules(mode, inputs)
-    layout = layout_of(schedules, inputs, call)
-    logits, edits = inputs.logits, _in_a_copy(inputs.edits)
+    tree = drafted_tree(inputs, call)
+    layout = layout_of(schedules, inputs, call, tree)
+    of_paths, noise = with_paths(mode, inputs, layout, tree, call)
+    logits, edits = inputs.logits, _in_a_copy(of_paths or inputs.edits)
     if not mode.from_probabilities:
         logits = edited_logits(schedules.rows, logits, row_slots_of(layout, inputs), edits, call)
     proposals = inputs.proposals
@@ -155,7 +183,7 @@ def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
     if isinstance(proposals, Tensor) and edits_drafts(mode) and len(proposals):
         row_slots, draft_edits = trial_slots_of(layout, inputs), edits_of_drafts(layout, edits)
         proposals = edited_logits(schedules.drafts, proposals[: len(row_slots.slots)], row_slots, draft_edits, call)
-    return inputs._replace(logits=logits, proposals=proposals, edits=None)
+    return inputs._replace(logits=logits, proposals=proposals, edits=None, noise=noise)
 
 
 def _in_a_copy(edits: EditInputs) -> EditInputs:
@@ -217,12 +245,13 @@ def _cached_proposal(schedules: VerifySchedules, inputs: VerifyInputs, table: Dr
 
 
 def emitted_logprobs(
-    schedule: Schedule, edited: Tensor, inputs: VerifyInputs, token_ids: Tensor, run: Run
+    schedule: Schedule, edited: Tensor, inputs: VerifyInputs, outputs: VerifyOutputs, run: Run
 ) -> LogprobOutputs | None:
     """The logprobs of each row of logits ``[R]`` for the token that it emits; None if none are asked for."""
     if inputs.logprobs is None:
         return None
-    rows = run(emitted_rows, rows_like(inputs), inputs.slots, inputs.num_drafts, token_ids)
+    of_trees = () if outputs.node_ids is None else (outputs.node_ids,)
+    rows = run(emitted_rows, rows_like(inputs), inputs.slots, inputs.num_drafts, outputs.token_ids, *of_trees)
     row_slots = RowSlots(inputs.table, rows.slots, rows.token_ids)  # positions are not used
     raw = inputs.logits
     if inputs.rows is not None:
@@ -233,4 +262,5 @@ def emitted_logprobs(
 def with_logprobs(outputs: VerifyOutputs, rows: LogprobOutputs, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
     """The results of a step with the logprobs of its rows ``[R, ...]`` by request and place, ``[N, K+1, ...]``."""
     # Where nothing is emitted, also behind a token that ends the request, they are -1 and -inf.
-    return outputs._replace(logprobs=run(by_request, rows, inputs.num_drafts, outputs.token_ids))
+    of_trees = () if outputs.node_ids is None else (outputs.node_ids,)
+    return outputs._replace(logprobs=run(by_request, rows, inputs.num_drafts, outputs.token_ids, *of_trees))

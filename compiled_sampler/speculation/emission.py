@@ -140,16 +140,16 @@ def emit_matches(
     flags, _ = window(draws.status, layout.first_rows, layout, width)
     status = draws.status[index] | status_of(flags, num_accepted, layout, draft_token_ids, vocab_size)
     counts, live = (num_accepted, num_matching), slots >= 0  # an uncovered request draws -1, which no draft is
-    return _emit(draws.token_ids[index], status, counts, live, slots, draft_token_ids)
+    return emitted(draws.token_ids[index], status, counts, live, slots, draft_token_ids)
 
 
 def emit_final(last: SampleOutputs, final: Final, slots: Tensor, draft_token_ids: Tensor) -> VerifyOutputs:
     """The outputs of each request from its last token: accepted drafts, then that token, then -1."""
     counts = (final.num_accepted, final.num_matching)
-    return _emit(last.token_ids, last.status, counts, final.rows.idle == 0, slots, draft_token_ids)
+    return emitted(last.token_ids, last.status, counts, final.rows.idle == 0, slots, draft_token_ids)
 
 
-def _emit(
+def emitted(
     last: Tensor,
     status: Tensor,
     counts: tuple[Tensor, Tensor],
@@ -197,21 +197,31 @@ class EmittedRows(NamedTuple):
     """int64 ``[R]``, the token that the row emits; -1 for none."""
 
 
-def emitted_rows(logits: Tensor, slots: Tensor, num_drafts: Tensor, token_ids: Tensor) -> EmittedRows:
+def emitted_rows(
+    logits: Tensor, slots: Tensor, num_drafts: Tensor, token_ids: Tensor, node_ids: Tensor | None = None
+) -> EmittedRows:
     """The token that each row emits, for requests with different numbers of rows."""
     # Of the logits only the number of rows is used.
     starts, row = first_rows(num_drafts + 1, searched=True), torch.arange(logits.shape[0], device=logits.device)
     request = request_of_row(starts, num_drafts, row, searched=True)
     live = request < slots.shape[0]
     request = request.clamp(max=slots.shape[0] - 1)
-    place = (row - starts[request]).clamp(0, token_ids.shape[1] - 1)
-    emitted = torch.where(live, token_ids[request, place], -1)
+    place = row - starts[request]
+    if node_ids is not None:  # of trees, whose first row is that of no node
+        places, width = torch.arange(token_ids.shape[1], device=logits.device), token_ids.shape[1]
+        place = torch.where(F.pad(node_ids + 1, (1, 0))[request] == place[:, None], places, width).amin(-1)
+        live = live & (place < width)
+    emitted = torch.where(live, token_ids[request, place.clamp(0, token_ids.shape[1] - 1)], -1)
     return EmittedRows(torch.where(emitted >= 0, slots[request], -1), emitted)
 
 
-def by_request(rows: LogprobOutputs, num_drafts: Tensor, token_ids: Tensor) -> LogprobOutputs:
+def by_request(
+    rows: LogprobOutputs, num_drafts: Tensor, token_ids: Tensor, node_ids: Tensor | None = None
+) -> LogprobOutputs:
     """Results of rows ``[R, ...]`` by request and place, ``[N, K+1, ...]``; -1 and -inf where no token is emitted."""
     place = torch.arange(token_ids.shape[1], device=token_ids.device)
+    if node_ids is not None:  # of trees, whose first row is that of no node
+        place = F.pad(node_ids.clamp(min=0) + 1, (1, 0))
     index = first_rows(num_drafts + 1, searched=True)[:, None] + place
     index = index.clamp(max=rows.token.shape[0] - 1)
     return LogprobOutputs(*(_placed(values, index, token_ids >= 0) for values in rows))

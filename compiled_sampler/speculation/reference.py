@@ -23,6 +23,7 @@ from compiled_sampler.core.noise import RESIDUAL, TARGET
 from compiled_sampler.core.order import MASKED_BITS, indices, pack, packed_id, row_logits, score_order
 from compiled_sampler.core.rows import RowSlots, gather_rows, idle_status
 from compiled_sampler.core.score import drawn_noise, raced_bits
+from compiled_sampler.edits.history import RowHistory
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.modes import PROCESSED, Mode
 from compiled_sampler.passes.kept import probability_mass
@@ -42,15 +43,22 @@ def requests_of(mode: Mode, inputs: VerifyInputs) -> Iterator[Request | int]:
             proposals = row_logits(proposals.logits[slot, : max(count, 0)], mode.vocab_size)
         elif proposals is not None:
             proposals = row_logits(proposals[draft : draft + count], mode.vocab_size)
-        yield idle[n] or _request(mode, inputs, n, x, proposals)
+        yield idle[n] or _request(mode, inputs, n, x, proposals, row)
         row, draft = row + count + 1, draft + max(count, 0)
 
 
-def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Tensor | None) -> Request:
+def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Tensor | None, row: int) -> Request:
     """Request n, with its rows and what its drafts were drawn from, float32 ``[k+1, V]`` and ``[k, V]``."""
     offsets, count, ids = torch.arange(len(x), device=x.device), len(x) - 1, indices(mode.vocab_size, x.device)
-    slots, positions = inputs.slots[n].expand(len(x)), inputs.positions[n] + offsets
-    keyed = positions if inputs.noise is None else noise_positions(slots, positions, *inputs.noise)
+    parents = None if inputs.parents is None else inputs.parents[n, :count].tolist()
+    depths = offsets if parents is None else torch.tensor(depths_of(parents), device=x.device)
+    slots, positions = inputs.slots[n].expand(len(x)), inputs.positions[n] + depths
+    keyed = positions
+    if inputs.noise is not None:
+        watermarks, history = inputs.noise
+        if isinstance(history, RowHistory):
+            history = RowHistory(history.entries[row : row + len(x)])
+        keyed = noise_positions(slots, positions, watermarks, history)
     target, rest = (gather_rows(RowSlots(inputs.table, slots, keyed), stream=stream) for stream in (TARGET, RESIDUAL))
     if mode.from_probabilities:  # no parameter but the seed has a part
         target, rest = (rows._replace(noise_mask=torch.full_like(rows.noise_mask, -1)) for rows in (target, rest))
@@ -81,7 +89,17 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
         noise={TARGET: drawn_noise(target, ids, x), RESIDUAL: drawn_noise(rest, ids, x)},
         flags=flags.tolist(),
         is_greedy=is_greedy,
+        parents=parents,
     )
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """The depth of the root, 0, and of each node of a tree; 0 too where no path leads from the root."""
+    depths = [0]
+    for node, parent in enumerate(parents):
+        is_reached = parent == -1 or (0 <= parent < node and depths[parent + 1] > 0)
+        depths.append(depths[parent + 1] + 1 if is_reached else 0)
+    return depths
 
 
 def _laws(weights: Tensor) -> Laws:
@@ -124,6 +142,8 @@ class Request(NamedTuple):
     """``RowStatus`` of the k+1 rows."""
     is_greedy: bool
     """Whether its first token of the order is taken."""
+    parents: list[int] | None = None
+    """k, the draft that each one follows, -1 for none; None for a chain."""
 
 
 _NONE = RowStatus(0)
@@ -131,9 +151,11 @@ _NONE = RowStatus(0)
 
 def verify(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
     """Accept the drafts of every request as far as the mode's rule does, and draw one token more."""
-    width, rule = inputs.draft_token_ids.shape[1], {"match": match, "rejection": rejection, "block": block}[mode.rule]
+    width, rules = inputs.draft_token_ids.shape[1], {"match": match, "rejection": rejection, "block": block}
+    rule = rules[mode.rule] if inputs.parents is None else match_tree
     outcomes = [_IDLE[item] if isinstance(item, int) else rule(item) for item in requests_of(mode, inputs)]
     token_ids = [[*result.token_ids, *[-1] * (width + 1 - len(result.token_ids))] for result in outcomes]
+    paths = [[*result.node_ids, *[-1] * (width - len(result.node_ids))] for result in outcomes]
 
     def column(values: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=inputs.slots.device)
@@ -144,6 +166,7 @@ def verify(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
         num_accepted=column([len(result.token_ids) - 1 for result in outcomes]),
         num_matching=column([result.num_matching for result in outcomes]),
         status=column([result.status for result in outcomes], torch.int32),
+        node_ids=None if inputs.parents is None else column(paths).view(len(outcomes), width),
     )
 
 
@@ -152,6 +175,35 @@ def match(request: Request) -> Outcome:
     own = [draw(request, row, TARGET) for row in range(len(request.drafts) + 1)]
     passed = [token == draft >= 0 for token, draft in zip(own, request.drafts, strict=False)]
     return outcome(request, leading(passed), passed, own[leading(passed)])
+
+
+def match_tree(request: Request) -> Outcome:
+    """From the root, go to the first child that is the token which the target itself draws, until there is none."""
+    assert request.parents is not None
+    own = [draw(request, row, TARGET) for row in range(len(request.drafts) + 1)]
+    is_reached = [depth > 0 for depth in depths_of(request.parents)[1:]]
+    node, path = -1, list[int]()
+    while True:
+        children = [
+            child
+            for child, parent in enumerate(request.parents)
+            if parent == node and is_reached[child] and request.drafts[child] == own[node + 1] >= 0
+        ]
+        if not children:
+            break
+        node = children[0]
+        path.append(node)
+    passed = {
+        (parent, draft)
+        for parent, draft, reached in zip(request.parents, request.drafts, is_reached, strict=True)
+        if reached and draft == own[parent + 1] >= 0
+    }
+    emitted = request._replace(drafts=[request.drafts[node] for node in path])
+    emitted = emitted._replace(flags=[request.flags[row] for row in (0, *(node + 1 for node in path))])
+    flags = _NONE if -1 not in request.drafts else RowStatus.DRAFT_OUT_OF_RANGE
+    if any(not -1 <= parent < node for node, parent in enumerate(request.parents)):
+        flags |= RowStatus.PARENT_OUT_OF_RANGE
+    return outcome(emitted, len(path), [True] * len(passed), own[node + 1], flags, path)
 
 
 def rejection(request: Request) -> Outcome:
@@ -248,7 +300,12 @@ def draw(request: Request, row: int, stream: int, left: Tensor | None = None) ->
 
 
 def outcome(
-    request: Request, num_accepted: int, passed: Sequence[bool], token: int, flags: RowStatus = _NONE
+    request: Request,
+    num_accepted: int,
+    passed: Sequence[bool],
+    token: int,
+    flags: RowStatus = _NONE,
+    node_ids: Sequence[int] = (),
 ) -> Outcome:
     """The accepted drafts and one token more, with the flags of the rows that these come from."""
     # passed: whether each draft passes the test of its own position; token: -1 where its row is masked.
@@ -259,7 +316,7 @@ def outcome(
         status |= RowStatus.DRAFT_OUT_OF_RANGE
     for row in range(num_accepted + 1):
         status |= RowStatus(request.flags[row]) & (RowStatus.NAN_SEEN | RowStatus.POSITIVE_INFINITY)
-    return Outcome([*request.drafts[:num_accepted], token], sum(passed), int(status))
+    return Outcome([*request.drafts[:num_accepted], token], sum(passed), int(status), node_ids)
 
 
 def leading(passed: Sequence[bool]) -> int:
@@ -274,6 +331,8 @@ class Outcome(NamedTuple):
     """The accepted drafts and one token more, -1 where its row is masked; nothing of padding."""
     num_matching: int
     status: int
+    node_ids: Sequence[int] = ()
+    """Which of a tree's drafts the accepted ones are."""
 
     @property
     def num_emitted(self) -> int:

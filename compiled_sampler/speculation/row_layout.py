@@ -125,14 +125,15 @@ def row_layout(
 
 
 def with_padding(
-    slots: Tensor, positions: Tensor, num_drafts: Tensor, draft_token_ids: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four tensors with one request more, which is padding without rows; arguments as ``row_layout``."""
+    slots: Tensor, positions: Tensor, num_drafts: Tensor, draft_token_ids: Tensor, parents: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The tensors with one request more, which is padding without rows; arguments as ``row_layout``."""
     return (
         F.pad(slots, (0, 1), value=-1),
         F.pad(positions, (0, 1), value=0),
         F.pad(num_drafts, (0, 1), value=-1),
         F.pad(draft_token_ids, (0, 0, 0, 1), value=-1),
+        None if parents is None else F.pad(parents, (0, 0, 0, 1), value=-1),
     )
 
 

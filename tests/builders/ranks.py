@@ -331,6 +331,27 @@ def every_rule(vocab_size: int, sizes: Sequence[int]) -> None:
                 pair.split.remove_request(slot)
 
 
+def trees(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Trees of siblings that are drafted on every rank, and verified; with edits that read the history too."""
+    width, count = 2, 6
+    for edits in ((), ("penalties", "bad_words", "stops")):
+        pair, source = Pair(vocab_size, sizes, history_len=48), random.Random(1)
+        requests = [random_request(source, vocab_size, edits) for _ in range(count)]
+        slots = [pair.added(each.params, each.prompt, each.output) for each in requests]
+        positions = torch.tensor([each.position for each in requests])
+        plans = pair.plans(slots)
+        first, second = (rows_like(count, vocab_size, seed) for seed in (3, 4))
+        drafted = [
+            pair.call("draft", plans, logits, positions + depth, width=width)[0].token_ids
+            for depth, logits in enumerate((first, second))
+        ]
+        tokens, parents = torch.cat(drafted, 1), torch.tensor([[-1, -1, 0, 0]] * count)
+        verified = pair.plans(slots, num_drafts=[2 * width] * count)
+        logits = torch.stack([first, second, *[rows_like(count, vocab_size, seed) for seed in (5, 6, 7)]], 1)
+        out = pair.call("verify", verified, logits.flatten(0, 1), tokens, positions, parents=parents)
+        assert edits or out.num_accepted.amax() == 2
+
+
 def every_edit(vocab_size: int, sizes: Sequence[int]) -> None:
     """Steps with random edits, one after the other, whose tokens stand in the history; with masks; and verified."""
     source = random.Random(3)

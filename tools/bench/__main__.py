@@ -24,6 +24,7 @@ on the CPU how much of that is Python (tools/bench/python_alone.py).
 ``--start`` measures how soon the first token is there, and steps while kernels are built (tools/bench/start.py).
 ``--memory`` measures the peak memory of a step in every mode instead (tools/bench/memory.py).
 ``--sharded`` measures draws whose vocabulary is split over ranks instead (tools/bench/sharded.py).
+``--trees`` measures verifications of trees beside sampling as many rows instead (tools/bench/trees.py).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import torch
 from rich.console import Console
 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from tools.bench import additions, host, memory, python_alone, sharded, start
+from tools.bench import additions, host, memory, python_alone, sharded, start, trees
 from tools.bench.cases import CASES, TARGET_VOCAB_SIZE
 from tools.bench.cells import Cell, content_of, line_of, merged, stored, stored_peers, tables_of, with_peers
 from tools.bench.runs import run
@@ -66,6 +67,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--edits", action="store_true", help="measure what edits of logits add to a step")
     parser.add_argument("--logprobs", action="store_true", help="measure what logprobs add to a step")
     parser.add_argument("--sharded", action="store_true", help="measure draws of a split vocabulary, run by torchrun")
+    parser.add_argument("--trees", action="store_true", help="measure verifications of trees of drafts")
     parser.add_argument("--mismatches", type=int, default=0, help="with --sharded: count wrong rows among so many")
     parser.add_argument("--seconds", type=float, default=0, help="with --sharded: begin no cell after so many; 0: all")
     parser.add_argument("--leave", action="store_true", help="with --sharded: let the last rank exit")
@@ -74,7 +76,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", help="store the cells in this file, after each of them")
     parser.add_argument("--append", action="store_true", help="keep the other cells of that file")
     options = parser.parse_args(argv)
-    alone = "host", "start", "memory", "edits", "logprobs", "sharded"
+    alone = "host", "start", "memory", "edits", "logprobs", "sharded", "trees"
     whole = [name for name in alone if getattr(options, name)]
     if options.rows is None and not (options.edits or options.logprobs):
         options.rows = host.ROWS if options.host else (memory.ROWS if options.memory else ROWS)[options.device]
@@ -158,6 +160,8 @@ def _ran_whole(options: argparse.Namespace) -> bool:
         memory.run(options)
     elif options.sharded:
         sharded.run(options)
+    elif options.trees:
+        trees.run(options)
     elif options.edits or options.logprobs:
         additions.run(options)
     else:

@@ -277,3 +277,37 @@ def ragged(trials: Drafted) -> Drafted:
     drafts = torch.where(torch.arange(WIDTH) < torch.tensor(kept)[:, None], trials.drafts, -1)
     probs = None if trials.probs is None else trials.probs[drafted]
     return trials._replace(logits=trials.logits[rows], drafts=drafts, num_drafts=kept, probs=probs)
+
+
+@question("verification.trees", "trees of drafts commit the tokens of sampling", one_in(COUNTED, "trees"))
+def trees(bench: Bench) -> Finding:
+    bench.method("verify_trees", VOCAB)
+    bench.needs_row_seeds()
+    nodes, rows = 6, 7
+    parents = [[int(bench.rng.integers(-1, node)) for node in range(nodes)] for _ in range(COUNTED)]
+    depths = [[0] for _ in parents]
+    for depth, tree in zip(depths, parents, strict=True):
+        for parent in tree:
+            depth.append(depth[parent + 1] + 1)
+    params, seeds = (bench.supported([Params(top_k=3)]) or [Params()])[0], bench.new_seeds(COUNTED)
+    logits = torch.from_numpy(bench.rng.standard_normal((COUNTED * rows, VOCAB))).float()
+    places, of_rows = torch.tensor(depths).flatten() + POSITION, [seed for seed in seeds for _ in range(rows)]
+    own = bench.sample(logits, [params] * len(logits), of_rows, places).view(COUNTED, rows)
+    drafts = own.gather(1, torch.tensor(parents) + 1)  # every draft is right, but for some
+    drafts = torch.where(torch.from_numpy(bench.rng.random(drafts.shape)) < 0.5, drafts, (drafts + 1) % VOCAB)
+    first = torch.full((COUNTED,), POSITION)
+    drafted = Drafted(logits, [params] * COUNTED, seeds, first, drafts, [nodes] * COUNTED, None)
+    verified = bench.verify_trees(drafted, torch.tensor(parents))
+    for n, tree in enumerate(parents):
+        wanted, node = [int(own[n, 0])], -1
+        while (
+            child := next((c for c in range(nodes) if tree[c] == node and drafts[n, c] == wanted[-1]), None)
+        ) is not None:
+            node = child
+            wanted.append(int(own[n, node + 1]))
+        emitted, accepted = int(verified.num_emitted[n]), int(verified.num_accepted[n])
+        tokens = verified.token_ids[n, :emitted].tolist()
+        if tokens != wanted or accepted != len(wanted) - 1:
+            what = f"tokens {tokens}, {accepted} accepted, not {wanted}"
+            return Finding(False, f"{what}; tree {tree}, drafts {drafts[n].tolist()}, seed {seeds[n]}, {params}")
+    return Finding(True, f"{COUNTED} trees of {nodes} nodes", one_in(COUNTED, "trees"))

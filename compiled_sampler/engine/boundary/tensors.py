@@ -129,22 +129,24 @@ def check_writable(name: str, tensor: Tensor) -> None:
         )
 
 
-def check_drafts(draft_token_ids: Tensor, requests: int, width: int, count: int, device: torch.device) -> None:
-    """Raise unless ``draft_token_ids`` is flat or padded, of integers, as planned."""
-    check_tensor("draft_token_ids", draft_token_ids, INTEGERS, device)
+def check_drafts(
+    draft_token_ids: Tensor, requests: int, width: int, count: int, device: torch.device, name: str = "draft_token_ids"
+) -> None:
+    """Raise unless drafts, or the ``parents`` of trees, are flat or padded, of integers, as planned."""
+    check_tensor(name, draft_token_ids, INTEGERS, device)
     if draft_token_ids.dim() == 1:
         if len(draft_token_ids) != count:
             raise ValueError(
-                f"flat draft_token_ids must be [{count}], the sum of num_drafts, got [{len(draft_token_ids)}]; slice "
+                f"flat {name} must be [{count}], the sum of num_drafts, got [{len(draft_token_ids)}]; slice "
                 f"it, or pass [{requests}, >= {width}] padded with -1"
             )
         return
     if draft_token_ids.dim() != 2 or draft_token_ids.shape[0] != requests or draft_token_ids.shape[1] < width:
         shape = list(draft_token_ids.shape)
-        raise ValueError(f"draft_token_ids must be [{requests}, >= {width}] as planned, got {shape}; pad with -1")
+        raise ValueError(f"{name} must be [{requests}, >= {width}] as planned, got {shape}; pad with -1")
     if draft_token_ids.shape[1] > MOST_DRAFTS:
         raise ValueError(
-            f"draft_token_ids must have at most {MOST_DRAFTS} columns, got {draft_token_ids.shape[1]}; the plan has "
+            f"{name} must have at most {MOST_DRAFTS} columns, got {draft_token_ids.shape[1]}; the plan has "
             f"{width} drafts, so slice [:, :{width}]"
         )
 
@@ -235,6 +237,7 @@ _FIELDS: dict[type, dict[str, tuple[tuple[torch.dtype, ...], int]]] = {
 }
 """The dtypes, that of new tensors first, and the number of dimensions: ``[rows]`` or ``[rows, columns]``."""
 _FINISHED = {"finished": ((torch.bool,), 1)}  # the field that only batches with edits have
+_NODES = {"node_ids": (INTEGERS, 2)}  # that of trees alone, which has a column less than the tokens
 _Fields = dict[str, tuple[tuple[torch.dtype, ...], list[int]]]
 """Dtypes and shape by name; fields of logprobs by ``logprobs.name``."""
 
@@ -249,9 +252,10 @@ def check_outputs(
     *,
     has_edits: bool = False,
     logprobs: Logprobs | None = None,
+    of_trees: bool = False,
 ) -> None:
     """Raise unless ``out`` is outputs of a kind, for a batch on the sampler's device, with memory of their own."""
-    wanted_fields = _fields(kind, rows, columns, has_edits, logprobs)
+    wanted_fields = _fields(kind, rows, columns, has_edits, logprobs, of_trees)
     if not isinstance(out, kind):
         names = ", ".join(wanted_fields)
         shown = repr(out) if isinstance(out, str) else type(out).__name__
@@ -269,10 +273,12 @@ def check_outputs(
     check_apart(fields, [tensor for tensor in inputs if tensor is not None])
 
 
-def _fields(kind: type, rows: int, columns: int, has_edits: bool, logprobs: Logprobs | None) -> _Fields:
+def _fields(kind: type, rows: int, columns: int, has_edits: bool, logprobs: Logprobs | None, of_trees: bool) -> _Fields:
     """The fields of outputs of a kind for a batch."""
     every = {**_FIELDS[kind], **(_FINISHED if has_edits else {})}
     fields = {name: (dtypes, [rows, columns][:dims]) for name, (dtypes, dims) in every.items()}
+    if of_trees:
+        fields |= {name: (dtypes, [rows, columns - 1]) for name, (dtypes, _) in _NODES.items()}
     if logprobs is not None:
         _, shape = fields["token_ids"]
         layout = layout_of_outputs(logprobs)
@@ -302,6 +308,11 @@ def _check_names(fields: Mapping[str, Any], wanted: Mapping[str, Any], rows: int
             f"out.finished must be a torch.Tensor in a batch with edits, got None; torch.empty({rows}, "
             "dtype=torch.bool, device=sampler.device)"
         )
+    if "node_ids" in wanted and fields["node_ids"] is None:
+        raise TypeError(
+            f"out.node_ids must be a torch.Tensor in a verification of trees, got None; torch.empty({rows}, K, "
+            "dtype=torch.int64, device=sampler.device)"
+        )
     for name in fields:
         if name not in wanted:
             reason = "in a batch without edits" if name == "finished" else "which this call does not ask for"
@@ -316,11 +327,12 @@ def empty_outputs(
     rows: int = 0,
     has_edits: bool = False,
     logprobs: Logprobs | None = None,
+    of_trees: bool = False,
 ) -> Results:
     """New tensors for results, of as many rows as are given; without rows they are the results of an empty batch."""
     tensors: dict[str, Any] = {}
     of_logprobs: dict[str, Tensor] = {}
-    for name, (dtypes, shape) in _fields(kind, rows, columns, has_edits, logprobs).items():
+    for name, (dtypes, shape) in _fields(kind, rows, columns, has_edits, logprobs, of_trees).items():
         owner = of_logprobs if "." in name else tensors
         owner[name.rpartition(".")[2]] = torch.empty(shape, dtype=dtypes[0], device=device)
     if logprobs is not None:
@@ -352,4 +364,6 @@ def check_bound_out(out: object, device: torch.device, inputs: tuple[Tensor | No
     if not tokens.dim() or not tokens.numel():
         raise ValueError(f"out.token_ids must be [>= 1] or [>= 1, K + 1], got {list(tokens.shape)}")
     columns = tokens.shape[1] if tokens.dim() > 1 else 0
-    check_outputs(out, type(out), len(tokens), columns, device, inputs, has_edits=out.finished is not None)
+    of_trees = isinstance(out, VerifyOutputs) and out.node_ids is not None
+    has_edits = out.finished is not None
+    check_outputs(out, type(out), len(tokens), columns, device, inputs, has_edits=has_edits, of_trees=of_trees)

@@ -153,3 +153,24 @@ def test_padding_has_no_rows_and_no_status():
     assert all((each[2] == -1).all() for each in tensors_of(made))
     right = [n for n in range(N) if n != 2]
     assert same(*(VerifyOutputs(*(each[right] for each in tensors_of(out))) for out in (made, wanted)))
+
+
+def test_trees_are_those_of_a_sampler():
+    generator, count, nodes = torch.Generator().manual_seed(3), 4, 6
+    logits = 2.0 * torch.randn(count * (nodes + 1), 50, generator=generator)
+    seeds, positions = torch.arange(count), 10 * torch.arange(count)
+    parents = torch.tensor([[node // 2 - 1 for node in range(nodes)]] * count)
+    drafts = torch.randint(50, (count, nodes), generator=generator)
+    given = {"temperature": 0.5, "seeds": seeds, "positions": positions, "backend": "eager"}
+    for place, node in enumerate((0, 2)):  # the second follows the first; both draft what the target draws
+        drafts[:, node] = verify(logits, drafts, parents=parents, **given).token_ids[:, place]
+    sampler = Sampler(50, count, backend="eager")
+    slots = [sampler.add_request(SamplingParams(temperature=0.5, seed=seed)) for seed in range(count)]
+    plan = sampler.plan(slots, num_drafts=[nodes] * count)
+    made = verify(logits, drafts, parents=parents.to(torch.int32), **given)
+    assert same(made, sampler.verify(plan, logits, drafts, positions, parents=parents))
+    assert made.num_accepted.sum() > 0
+    with pytest.raises(ValueError, match="rule must be 'match' for trees"):
+        verify(logits, drafts, parents=parents, rule="block", **given)
+    with pytest.raises(ValueError, match=r"parents must be \[4, 6\] like draft_token_ids, got \[4, 5\]"):
+        verify(logits, drafts, parents=parents[:, 1:], **given)

@@ -18,6 +18,7 @@ def test_three_ranks_return_what_one_does():
         (ranks.counts_alone, 300, sizes),
         (ranks.every_law, 300, sizes),
         (ranks.every_rule, 300, sizes),
+        (ranks.trees, 129, (60, 0, 69)),
         (ranks.every_edit, 129, (60, 0, 69)),
         (ranks.edits_of_the_user, (60, 0, 69)),
         (ranks.a_replay, 300, sizes),

@@ -106,6 +106,7 @@ def test_the_rows_above_meet_every_outcome():
             flags |= each
     assert seen == {-1, 0, 1, 2, 3, 4}
     elsewhere = RowStatus.HISTORY_EXCEEDED | RowStatus.PARAMETER_OUT_OF_RANGE  # of edits, of functional
+    elsewhere |= RowStatus.PARENT_OUT_OF_RANGE  # of trees
     assert flags == sum(RowStatus) & ~elsewhere & ~RowStatus.NOT_COVERED
 
 

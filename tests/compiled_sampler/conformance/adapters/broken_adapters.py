@@ -175,6 +175,15 @@ class CountsPastRejection(Race):
         return Verified(verified.token_ids, verified.num_emitted, torch.maximum(more, verified.num_accepted))
 
 
+class LooksAtOneChild(Race):
+    """Of several children the last one alone is compared."""
+
+    def walked(self, tree, drafts, own):
+        last = {parent: child for child, parent in enumerate(tree)}
+        alone = [draft if last[tree[child]] == child else -1 for child, draft in enumerate(drafts)]
+        return super().walked(tree, alone, own)
+
+
 class ClampsDrafts(Race):
     """Takes a draft that is no token for the nearest one."""
 
@@ -338,6 +347,7 @@ FOUND_BY = {
     "verification.impossible_drawn": AcceptsImpossible,
     "verification.out_of_range": ClampsDrafts,
     "verification.counters": CountsPastRejection,
+    "verification.trees": LooksAtOneChild,
     "robustness.nan": NanCrash,
     "robustness.all_masked": OutOfRange,
     "robustness.padded_vocab": DrawsPadding,

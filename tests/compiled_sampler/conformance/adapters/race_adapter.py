@@ -113,6 +113,32 @@ class Race:
             accepted[alive] += passes
         return self.counted(Verified(tokens, accepted + 1, accepted), drafted)
 
+    def verify_trees(self, drafted: Drafted, parents: Tensor) -> Verified:
+        """Draws every row, then walks."""
+        width, tokens, accepted = parents.shape[1], [], []
+        for n, tree in enumerate(parents.tolist()):
+            depths = [0]
+            for parent in tree:
+                depths.append(depths[parent + 1] + 1)
+            rows = drafted.logits[n * (width + 1) : (n + 1) * (width + 1)]
+            scaled = self.scaled(rows, [drafted.params[n]] * len(rows))
+            places = drafted.positions[n] + torch.tensor(depths)
+            own = self.raced(scaled, self.keys([drafted.seeds[n]] * len(rows), places, TARGET)).tolist()
+            path = self.walked(tree, drafted.drafts[n].tolist(), own)
+            made = [own[row] for row in (0, *(node + 1 for node in path))]
+            tokens.append(made + [-1] * (width + 1 - len(made)))
+            accepted.append(len(path))
+        return Verified(torch.tensor(tokens), torch.tensor(accepted) + 1, torch.tensor(accepted))
+
+    def walked(self, tree: list[int], drafts: list[int], own: list[int]) -> list[int]:
+        """The nodes that are accepted."""
+        node, path = -1, list[int]()
+        for child, parent in enumerate(tree):
+            if parent == node and drafts[child] == own[node + 1]:
+                node = child
+                path.append(node)
+        return path
+
     def proposed(self, drafted: Drafted, rows: Tensor, drafts: Tensor, is_last: Tensor) -> Tensor:
         """The law of each draft, float64 ``[N, V]``; 0 where there is none."""
         is_token = (drafts >= 0) & (drafts < self.vocab_size) & ~is_last

@@ -1,0 +1,408 @@
+"""Trees of drafts under the rule ``match``: each output is the slow truth's, on every path, whatever a tree holds."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import (
+    EditRows,
+    LogitEdit,
+    Logprobs,
+    RowStatus,
+    Sampler,
+    SamplingParams,
+    Verification,
+    VerifyOutputs,
+)
+from compiled_sampler.batch import tensors_of
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import indices, is_visible
+from compiled_sampler.core.reference import kept
+from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.core.score import score_key
+from tests.builders.edits import EDITS, V, edited_sampler, hard_logits, random_request
+from tests.builders.sampler import REQUESTS, nothing_compiles, replay_recordings, same, stages_stay_eager
+from tests.builders.trees import KINDS, NODES, TreeBatch, cut, logprobs_at, tree_batch, walks
+from tests.tiers import tiers
+
+ROWS = 64  # of a sampler that draws every row alone
+WAY = Verification("match", NODES, trees=True)
+
+
+def verified(sampler: Sampler, batch: TreeBatch, *, on_host: bool = False, **options: Any) -> VerifyOutputs:
+    """The results of a batch, whose requests are added and removed."""
+    plan = batch.plan(sampler)
+    drafts, parents = batch.padded()
+    mask = {} if batch.masks is None else {"token_bitmask": batch.masks}
+    tree: Any = batch.parents if on_host else parents
+    made = sampler.verify(plan, batch.logits, drafts, batch.positions, parents=tree, **mask, **options)
+    for slot in plan.slots:
+        sampler.remove_request(slot)
+    return made
+
+
+def check(made: VerifyOutputs, batch: TreeBatch) -> int:
+    """How many drafts are accepted; every output is that of the walk."""
+    for n, walk in enumerate(walks(batch)):
+        length = len(walk.rows)
+        if made.finished is not None:
+            walk, is_end = cut(walk, batch)
+            assert bool(made.finished[n]) == is_end
+        emitted = [token for token in walk.token_ids if token >= 0]
+        assert made.token_ids[n].tolist() == walk.token_ids + [-1] * (NODES + 1 - len(walk.token_ids))
+        assert made.node_ids is not None
+        assert made.node_ids[n].tolist() == walk.node_ids + [-1] * (NODES - len(walk.node_ids))
+        assert made.num_emitted[n] == len(emitted)
+        assert made.num_accepted[n] == min(length - 1, len(walk.token_ids))
+        assert made.num_matching[n] == walk.num_matching
+        assert made.status[n] == walk.status
+        if made.logprobs is not None:
+            assert batch.own.logprobs is not None
+            for name in ("token", "rank", "top"):
+                wanted = logprobs_at(batch.own.logprobs, walk.rows[: len(emitted)], name)
+                assert torch.equal(getattr(made.logprobs, name)[n, : len(emitted)], wanted)
+                assert (made.logprobs.token[n, len(emitted) :] == -torch.inf).all()
+    return int(made.num_accepted.sum())
+
+
+@pytest.mark.parametrize("edits", [(), EDITS], ids=["plain", "edits"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_output_is_that_of_a_walk_through_rows_drawn_alone(kind, edits):
+    sampler = edited_sampler("eager", ROWS)
+    accepted = sum(
+        check(verified(sampler, batch), batch)
+        for batch in (tree_batch(sampler, seed, kind=kind, edits=edits) for seed in range(4))
+    )
+    assert accepted > 10 or kind == "garbage"
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_logprobs_are_those_of_the_rows_of_the_path(backend):
+    eager, sampler = (edited_sampler(each, ROWS) for each in ("eager", backend))
+    batch = tree_batch(eager, 3, edits=("penalties", "bad_words", "stops"))
+    for of in ("raw", "filtered"):
+        logprobs = Logprobs(top=2, of=of, rank=True)
+        batch.draw(eager, logprobs)
+        check(verified(sampler, batch, logprobs=logprobs), batch)
+
+
+def test_the_definition_has_every_bit_of_the_stages():
+    eager, reference = (edited_sampler(each, ROWS) for each in ("eager", "reference"))
+    for seed in range(6):
+        batch = tree_batch(eager, seed, kind=KINDS[seed % len(KINDS)], edits=EDITS if seed % 2 else ())
+        assert same(verified(eager, batch), verified(reference, batch))
+
+
+def test_a_chain_with_parents_is_the_chain():
+    sampler = edited_sampler("eager", ROWS)
+    for seed in range(3):
+        batch = tree_batch(sampler, seed, kind="chain", edits=EDITS)
+        made, drafts = verified(sampler, batch), batch.padded()[0]
+        plan = batch.plan(sampler)
+        mask = {} if batch.masks is None else {"token_bitmask": batch.masks}
+        chain = sampler.verify(plan, batch.logits, drafts, batch.positions, **mask)
+        for slot in plan.slots:
+            sampler.remove_request(slot)
+        assert same(made._replace(node_ids=None), chain)
+
+
+def test_lists_on_the_host_and_flat_trees_are_the_padded_ones():
+    sampler = edited_sampler("eager", ROWS)
+    batch = tree_batch(sampler, 5)
+    wanted, plan = verified(sampler, batch), batch.plan(sampler)
+    assert same(verified(sampler, batch, on_host=True), wanted)
+    drafts, parents = (torch.tensor([each for row in rows for each in row]) for rows in (batch.drafts, batch.parents))
+    for tree in (parents, parents.to(torch.int32), batch.parents):
+        made = sampler.verify(plan, batch.logits, drafts, batch.positions, parents=tree)
+        widest = max(batch.counts)
+        assert torch.equal(made.token_ids, wanted.token_ids[:, : widest + 1])
+        assert torch.equal(made.node_ids, wanted.node_ids[:, :widest])
+
+
+@pytest.mark.parametrize("edits", [(), ("penalties", "stops")], ids=["plain", "edits"])
+def test_narrow_trees_are_replayed_in_a_wide_variant_and_slots_are_used_again(edits):
+    eager = edited_sampler("eager", ROWS)
+    graph = edited_sampler(
+        "eager", 8, verifications=[WAY], buckets=[2, 8], captured_edits=[(*edits, "watermark")] if edits else ()
+    )
+    replay_recordings(graph)
+    graph.warmup(modes=["full"])
+    for seed in range(3):
+        batch = tree_batch(eager, seed, edits=edits)
+        batch.masks = None
+        narrow = max(batch.counts)
+        plan = batch.plan(graph)
+        drafts, parents = batch.padded()
+        out = None
+        for _ in range(2):
+            made = graph.verify(
+                plan, batch.logits, drafts[:, :narrow], batch.positions, parents=parents[:, :narrow], out=out
+            )
+            out = VerifyOutputs(*(None if each is None else torch.full_like(each, 7) for each in made))
+        wanted = verified(eager, batch)
+        assert same(
+            made, wanted._replace(token_ids=wanted.token_ids[:, : narrow + 1], node_ids=wanted.node_ids[:, :narrow])
+        )
+        for slot in plan.slots:
+            graph.remove_request(slot)
+    assert graph.statistics().replays > 0
+
+
+def test_rows_without_requests_and_requests_without_drafts_emit_what_they_must():
+    sampler = Sampler(V, 4, backend="eager")
+    slot = sampler.add_request(SamplingParams(seed=1))
+    logits, none = torch.randn(2, V), torch.empty(2, 0, dtype=torch.int64)
+    made = sampler.verify(
+        sampler.plan([slot, -1], num_drafts=[0, 0]), logits, none, torch.zeros(2).long(), parents=none
+    )
+    drawn = sampler.sample(sampler.plan([slot]), logits[:1], torch.tensor([0]))
+    assert made.token_ids.tolist() == [drawn.token_ids.tolist(), [-1]]
+    assert made.node_ids.shape == (2, 0)
+    flat = torch.empty(0, dtype=torch.int64)
+    again = sampler.verify(
+        sampler.plan([slot, -1], num_drafts=[0, 0]), logits, flat, torch.zeros(2).long(), parents=[[], []]
+    )
+    assert same(again, made)
+
+
+def streams(speculates: bool, seed: int, count: int, length: int) -> list[list[int]]:
+    """The tokens of requests, alone or with trees of which some drafts are wrong; slots are used again."""
+    source, sampler = random.Random(seed), Sampler(V, count, backend="eager", history_len=4 * length)
+    table = 3.0 * torch.randn(97, V, generator=torch.Generator().manual_seed(seed))
+
+    def row_of(text: list[int]) -> Tensor:
+        return table[hash(tuple(text[-3:])) % len(table)]
+
+    params = [
+        SamplingParams(seed=seed * count + n, temperature=0.9, top_k=5 * (n % 3), frequency_penalty=0.5 * (n % 2))
+        for n in range(count)
+    ]
+    slots = [sampler.add_request(each, [n % V]) for n, each in enumerate(params)]
+    texts = [[n % V] for n in range(count)]
+    while min(map(len, texts)) <= length:
+        counts = [source.randrange(NODES + 1) if speculates else 0 for _ in texts]
+        trees = [[source.randrange(-1, node) for node in range(nodes)] for nodes in counts]
+        rows, drafts = list[Tensor](), list[list[int]]()
+        for text, tree in zip(texts, trees, strict=True):
+            paths = list[list[int]]()
+            for parent in tree:
+                before = paths[parent] if parent >= 0 else []
+                likely = row_of(text + before).topk(3).indices.tolist()
+                paths.append([*before, source.choice(likely)])
+            rows += [row_of(text), *(row_of(text + path) for path in paths)]
+            drafts.append([path[-1] for path in paths] + [-1] * (NODES - len(paths)))
+        plan = sampler.plan(slots, num_drafts=counts)
+        positions = torch.tensor([len(text) for text in texts])
+        made = sampler.verify(plan, torch.stack(rows), torch.tensor(drafts), positions, parents=trees)
+        for text, tokens in zip(texts, made.tolist(), strict=True):
+            text += tokens
+    return [text[: length + 1] for text in texts]
+
+
+@pytest.mark.parametrize(("count", "rounds"), tiers([(24, 1)], [(400, 50)]))
+def test_streams_with_trees_are_those_without(count, rounds):
+    for seed in range(rounds):
+        assert streams(True, seed, count, 12) == streams(False, seed, count, 12)
+
+
+HOST_FAULTS: list[tuple[Any, str]] = [
+    ([[-1, 1, 0], [-1]], "the parent of draft 1 of request 0 must be an earlier draft or -1, got 1"),
+    ([[1, -1, 0], [-1]], "the parent of draft 0 of request 0 must be an earlier draft or -1, got 1"),
+    ([[-1, -2, 0], [-1]], "got -2; number drafts from the root on"),
+    ([[-1, 0, 0, 0], [-1]], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
+    ([-1, 0, 0, -1], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
+    ([[-1, 0, 0]], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
+    (torch.zeros(2, 2, dtype=torch.int64), r"parents must be \[2, >= 3\] as planned, got \[2, 2\]"),
+    (torch.zeros(2, 4, dtype=torch.int64), r"parents must be \[2, 3\] like draft_token_ids, got \[2, 4\]"),
+]
+
+
+@pytest.mark.parametrize(("parents", "message"), HOST_FAULTS)
+def test_bad_trees_on_the_host_are_named(parents, message):
+    sampler = Sampler(V, 4, backend="eager")
+    slots = [sampler.add_request(SamplingParams(seed=n)) for n in range(2)]
+    call = sampler.plan(slots, num_drafts=[3, 1]), torch.randn(6, V), torch.zeros(2, 3).long(), torch.zeros(2).long()
+    with pytest.raises(ValueError, match=message):
+        sampler.verify(*call, parents=parents)
+
+
+def test_parents_on_the_host_are_ints():
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[2])
+    call = plan, torch.randn(3, V), torch.zeros(1, 2).long(), torch.zeros(1).long()
+    with pytest.raises(TypeError, match=r"parents\[0\]\[1\] must be an int"):
+        sampler.verify(*call, parents=[[-1, 0.5]])
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_rules_that_judge_a_chain_refuse_trees(rule):
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[1])
+    call = plan, torch.randn(2, V), torch.zeros(1, 1).long(), torch.zeros(1).long(), rule
+    with pytest.raises(ValueError, match="rule must be 'match' for trees of drafts"):
+        sampler.verify(*call, parents=[[-1]])
+    with pytest.raises(ValueError, match="rule must be 'match' for trees of drafts"):
+        Verification(rule, 2, trees=True)
+
+
+def test_of_siblings_with_one_id_the_first_counts():
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, temperature=0.0))], num_drafts=[4])
+    logits = torch.zeros(5, V).index_fill(1, torch.tensor([3]), 1.0)
+    drafts = torch.tensor([[5, 3, 3, 3]])
+    made = sampler.verify(plan, logits, drafts, torch.zeros(1).long(), parents=[[-1, -1, -1, 2]])
+    assert made.node_ids.tolist() == [[1, -1, -1, -1]]
+    assert (made.num_accepted.item(), made.num_matching.item()) == (1, 2)
+
+
+def test_a_wrong_node_is_told_and_hides_what_follows_it():
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, temperature=0.0))], num_drafts=[3])
+    logits = torch.zeros(4, V).index_fill(1, torch.tensor([3]), 1.0)
+    call = plan, logits, torch.tensor([[3, 3, 3]]), torch.zeros(1).long()
+    made = sampler.verify(*call, parents=torch.tensor([[-1, 1, 1]]))
+    assert made.status.tolist() == [RowStatus.PARENT_OUT_OF_RANGE]
+    assert made.tolist() == [[3, 3]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "edits"), tiers([("greedy", ())], [("full", ()), ("no_filter", ("penalties", "dry"))])
+)
+def test_compiled_stages_have_the_bits_of_eager_ones(mode, edits):
+    eager, captured = edited_sampler("eager", ROWS), [(*edits, "watermark")] if edits else ()
+    compiled = edited_sampler("compiled", 8, verifications=[WAY], buckets=[8], captured_edits=captured)
+    compiled.warmup(modes=[mode])
+    of_mode = (
+        {} if mode == "full" else {"temperature": 0.9 * (mode != "greedy"), "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    )
+    with nothing_compiles():
+        for seed, kind in enumerate(KINDS):
+            batch = tree_batch(eager, seed, kind=kind, edits=edits)
+            batch.masks = None
+            for request in batch.requests:
+                request.given.update(of_mode)
+            assert same(verified(compiled, batch), verified(eager, batch))
+
+
+def test_a_warm_up_prepares_trees_and_nothing_is_compiled_for_them_later():
+    compiled = edited_sampler(
+        "compiled", 8, verifications=[WAY], buckets=[2, 8], captured_edits=[("penalties", "stops", "watermark")]
+    )
+    eager = edited_sampler("eager", ROWS)
+    with stages_stay_eager():
+        compiled.warmup(modes=["full"])
+    with nothing_compiles():
+        for seed in range(2):
+            batch = tree_batch(eager, seed, edits=("penalties", "stops") if seed else ())
+            batch.masks = None
+            assert same(verified(compiled, batch), verified(eager, batch))
+
+
+def outputs_like(made: VerifyOutputs) -> VerifyOutputs:
+    return VerifyOutputs(*(None if each is None else torch.full_like(each, 7) for each in made))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda out: out._replace(node_ids=None), "out.node_ids must be a torch.Tensor in a verification of trees"),
+        (lambda out: out._replace(node_ids=out.token_ids.clone()), r"out.node_ids must be \[1, 2\]"),
+    ],
+)
+def test_wrong_outputs_are_named(change: Callable[[VerifyOutputs], VerifyOutputs], message):
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[2])
+    call = plan, torch.randn(3, V), torch.zeros(1, 2).long(), torch.zeros(1).long()
+    out = outputs_like(sampler.verify(*call, parents=[[-1, -1]]))
+    assert sampler.verify(*call, parents=[[-1, -1]], out=out) is out
+    assert len(tensors_of(out)) == 6
+    with pytest.raises((TypeError, ValueError), match=message):
+        sampler.verify(*call, parents=[[-1, -1]], out=change(out))
+    with pytest.raises(ValueError, match=r"out.node_ids must be None"):
+        sampler.verify(*call, out=out)
+
+
+@pytest.mark.parametrize("edits", [(), ("penalties", "bad_words", "xtc")], ids=["plain", "edits"])
+def test_siblings_are_the_best_of_the_race_in_order(edits):
+    """The definition: the tokens that the filters keep, by their scores; the first is what a coupled draft draws."""
+    source, width = random.Random(7), 5
+    for name, params in REQUESTS.items():
+        sampler = edited_sampler("eager", ROWS)
+        of_mode = {each: getattr(params, each) for each in ("temperature", "top_k", "top_p", "min_p")}
+        of_mode |= {"top_k": params.top_k * (name != "greedy")}
+        requests = [random_request(source, V, edits) for _ in range(6)]
+        for request in requests:
+            request.given.update(of_mode)
+        slots = [each.added(sampler) for each in requests]
+        logits, plan = hard_logits(source, len(slots)), sampler.plan(slots)
+        positions = torch.tensor([each.position for each in requests])
+        made = sampler.draft(plan, logits, positions, width=width)
+        edited = sampler.edited_logits(plan, logits, positions)
+        rows = gather_rows(RowSlots(sampler._requests.table, torch.tensor(slots), positions), stream=TARGET)
+        keep = kept(edited, rows, base_is_row=False) | (is_visible(edited) & (rows.noise_mask == 0)[:, None])
+        key = torch.where(keep, score_key(edited, indices(V, edited.device), rows).to(torch.int64), -(2**40))
+        order = key.sort(dim=-1, descending=True, stable=True)
+        wanted = torch.where(order.values > -(2**40), order.indices, -1)[:, :width]
+        assert torch.equal(made.token_ids, wanted)
+        drawn = sampler.draft(plan, logits, positions)
+        assert torch.equal(made.token_ids[:, 0], drawn.token_ids)
+        assert torch.equal(made.drawn.status, drawn.drawn.status)
+
+
+def test_siblings_of_small_vocabularies_of_padding_and_of_no_request_are_none():
+    sampler = Sampler(3, 4, backend="eager")
+    slot = sampler.add_request(SamplingParams(seed=1))
+    made = sampler.draft(sampler.plan([slot, -1]), torch.randn(2, 3), torch.zeros(2).long(), width=5)
+    assert sorted(made.token_ids[0].tolist()) == [-1, -1, 0, 1, 2]
+    assert made.token_ids[1].tolist() == [-1] * 5
+    assert sampler.draft(sampler.plan([]), torch.randn(0, 3), torch.zeros(0).long(), width=2).token_ids.shape == (0, 2)
+
+
+def test_wrong_siblings_are_named():
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))])
+    call = plan, torch.randn(1, V), torch.zeros(1).long()
+    with pytest.raises(ValueError, match=r"width must be in \[1, 64\], got 0"):
+        sampler.draft(*call, width=0)
+    with pytest.raises(ValueError, match="width must be None with coupled=False"):
+        sampler.draft(*call, coupled=False, width=2)
+    handle, chain = sampler.draft(*call, width=1), sampler.plan(plan.slots, num_drafts=[1])
+    with pytest.raises(ValueError, match="got siblings; pass token_ids and parents instead"):
+        sampler.verify(chain, torch.randn(2, V), [handle], torch.zeros(1).long())
+
+
+@dataclass(frozen=True)
+class NoRepeats(LogitEdit):
+    """Hides the last two tokens."""
+
+    history_tokens: ClassVar[int] = 2
+
+    def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
+        """The logits without these."""
+        assert rows.history is not None
+        return torch.where((ids[..., None] == rows.history[:, None]).any(-1), float("-inf"), x)
+
+
+@pytest.mark.parametrize("consume", [False, True, "restore"])
+def test_edits_of_the_user_and_those_in_place_see_the_path_of_a_node(consume):
+    eager = Sampler(V, 4, backend="eager", history_len=32, edits=[NoRepeats()])
+    penalties = {"presence_penalty": 2.0, "repetition_penalty": 1.5} if consume else {}
+    params = SamplingParams(temperature=0.0, extra_args={"NoRepeats": {}}, **penalties)
+    slot = eager.add_request(params, [1, 2], [3])
+    logits = torch.zeros(5, V).index_fill(1, torch.tensor([3]), 9.0).index_fill(1, torch.tensor([4]), 8.0)
+    logits = logits.index_fill(1, torch.tensor([5]), 7.0)
+    logits[:, 6] = 1.0
+    drafts, parents = torch.tensor([[4, 5, 5, 3]]), [[-1, -1, 0, 2]]
+    plan, kept = eager.plan([slot], num_drafts=[4]), logits.clone()
+    made = eager.verify(plan, logits, drafts, torch.tensor([3]), parents=parents, consume_logits=consume)
+    assert made.node_ids.tolist() == [[0, 2, 3, -1]] if not consume else made.node_ids[0, 0] == 0
+    for place, token in enumerate(made.tolist()[0]):  # the same without drafts, token after token
+        row = [0, *(node + 1 for node in made.node_ids[0].tolist() if node >= 0)][place]
+        alone = eager.sample(eager.plan([slot]), kept[row : row + 1].clone(), torch.tensor([3 + place]))
+        assert alone.token_ids.tolist() == [token]
+    assert consume is True or torch.equal(logits, kept)
