@@ -172,6 +172,8 @@ class StepRunner:
         try:
             self._cache.capture_for(step.name, given, out=out)
         except CaptureError as error:
+            if not self._stages.are_settled:  # its first run asked for stages that no warm-up had
+                return True
             self._uncapturable.add((step.name, count))
             _logger.warning("step %s runs without a graph: %s", step.name, error)
         return False
