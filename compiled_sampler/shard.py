@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from compiled_sampler.core.stage import Run, call, lists
 from compiled_sampler.scalars import is_int
 
 Results = TypeVar("Results")
@@ -106,24 +107,26 @@ class VocabularyShard:
         dist.all_gather_object(values, value, self.group)
         return values
 
-    def maximum(self, values: Tensor) -> Tensor:
+    def maximum(self, values: Tensor, run: Run = call) -> Tensor:
         """The largest of each number over the ranks, in place."""
-        return self._reduced(values, dist.ReduceOp.MAX)
+        return self._reduced(values, dist.ReduceOp.MAX, run)
 
-    def total(self, values: Tensor) -> Tensor:
+    def total(self, values: Tensor, run: Run = call) -> Tensor:
         """The sum of each number over the ranks, in place."""
-        return self._reduced(values, dist.ReduceOp.SUM)
+        return self._reduced(values, dist.ReduceOp.SUM, run)
 
-    def collected(self, values: Tensor) -> Tensor:
+    def collected(self, values: Tensor, run: Run = call) -> Tensor:
         """The tensors of all ranks, ``[T, ...]``, each of one shape."""
         values = values.contiguous()
         every = values.new_empty((self.count, *values.shape))
+        if lists(run):
+            return every.zero_()
         _all_gather(_bytes(every), _bytes(values), self.group)  # gloo knows few dtypes
         return every
 
-    def whole_rows(self, columns: Tensor, vocab_size: int) -> Tensor:
+    def whole_rows(self, columns: Tensor, vocab_size: int, run: Run = call) -> Tensor:
         """Rows ``[R, V]`` on every rank, from the columns of each, ``[R, >= width]``."""
-        return self._joined(self.collected(self._padded(columns, vocab_size)), vocab_size)
+        return self._joined(self.collected(self._padded(columns, vocab_size), run), vocab_size)
 
     def own_part(self, num_rows: int) -> tuple[int, int]:
         """The first row of this rank's part of the rows, and the row behind its last."""
@@ -135,7 +138,7 @@ class VocabularyShard:
         count = -(-num_rows // self.count)
         return [min(rank * count, num_rows - count) for rank in range(self.count)], count
 
-    def exchanged_rows(self, columns: Tensor, vocab_size: int) -> Tensor:
+    def exchanged_rows(self, columns: Tensor, vocab_size: int, run: Run = call) -> Tensor:
         """The rows of this rank's part, ``[n, V]``, from the columns of each rank, ``[R, >= width]``."""
         num_rows, padded = columns.shape[0], self._padded(columns, vocab_size)
         firsts, count = self._row_parts(num_rows)
@@ -143,16 +146,17 @@ class VocabularyShard:
             parts = padded.contiguous().view(self.count, count, -1)
         else:
             parts = torch.stack([padded[first : first + count] for first in firsts])
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(_bytes(received), _bytes(parts), group=self.group)
+        received = torch.zeros_like(parts) if lists(run) else torch.empty_like(parts)
+        if not lists(run):
+            dist.all_to_all_single(_bytes(received), _bytes(parts), group=self.group)
         return self._joined(received, vocab_size)
 
-    def told_rows(self, results: Results, num_rows: int) -> Results:
+    def told_rows(self, results: Results, num_rows: int, run: Run = call) -> Results:
         """The results of all rows ``[R, ...]``, from those of each rank's part ``[n, ...]``, in nested tuples."""
         firsts, count = self._row_parts(num_rows)
         leaves, spec = tree_flatten(results)
         fields = [leaf for leaf in leaves if leaf is not None]
-        told = self.collected(torch.cat([_row_bytes(field) for field in fields], 1))
+        told = self.collected(torch.cat([_row_bytes(field) for field in fields], 1), run)
         ends = [min(first + count, num_rows) for first in firsts]
         starts = [min(rank * count, num_rows) for rank in range(self.count)]
         rows = torch.cat(
@@ -176,8 +180,9 @@ class VocabularyShard:
         """Rows ``[n, V]`` from the columns of each rank, padded, ``[T, n, columns]``."""
         return torch.cat([part[:, :width] for part, width in zip(parts, self.widths(vocab_size), strict=True)], 1)
 
-    def _reduced(self, values: Tensor, operation: Any) -> Tensor:
-        dist.all_reduce(values, operation, self.group)
+    def _reduced(self, values: Tensor, operation: Any, run: Run) -> Tensor:
+        if not lists(run):
+            dist.all_reduce(values, operation, self.group)
         return values
 
 

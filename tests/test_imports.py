@@ -77,7 +77,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine.boundary": (*DATA, "lowering.inductor", "shard"),
     "engine": (*LOWERING, "lowering.stages", "lowering.inductor", "graph_cache", "engine.boundary"),
     "public": (*PUBLIC, "replay"),
-    "functional": (*LOWERING, "lowering.stages", "engine", "engine.boundary"),
+    "functional": (*LOWERING, "engine", "engine.boundary"),
     "replay": LOWERING,
     "selfcheck": PUBLIC,
     "conformance": ("public", "selfcheck"),

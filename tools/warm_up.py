@@ -4,7 +4,7 @@
 
 Two processes, one after the other, make a sampler and warm it up: the first with empty caches in a folder of its own,
 the second with what the first stored. A table of each has the seconds of its phases. Processes that compile start in
-"asking and the first stage", which ends with the first stage.
+"listing and the first stage", which ends with the first stage.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def phases_of_a_warm_up(vocab: int, rows: int, device: str, modes: Sequence[str]
 
     def progress(done: int, total: int, label: str) -> None:
         phase = PHASES.get(label.split()[0], "captures")
-        first = phase == "other stages" and "asking and the first stage" not in seconds
-        ended("asking and the first stage" if first else phase)
+        first = phase == "other stages" and "listing and the first stage" not in seconds
+        ended("listing and the first stage" if first else phase)
 
     import torch
 

@@ -36,16 +36,17 @@ def overlap(
 def any_row(run: Run, flags: Tensor) -> bool:
     """Whether any row is flagged, so that the host can skip a chain of stages that no row needs."""
     # Reading the answer waits for the flags, so only CPU schedules call it: a CUDA graph records one chain for all
-    # batches. A ``run`` that still learns which stages a step has answers true.
+    # batches. A ``run`` that only collects stages to compile them ahead of time answers true.
     asked = getattr(run, "any_row", None)
     return bool(flags.any()) if asked is None else asked(flags)
 
 
 def fuses(run: Run) -> bool:
     """Whether stages become fused kernels, so that what is inside of one never reaches memory."""
+    # Eager torch writes every intermediate tensor of a stage.
     return bool(getattr(run, "fuses", False))
 
 
-def cuts(run: Run) -> bool:
-    """Whether rows go in the small chunks of eager torch, which writes every intermediate tensor of a stage."""
-    return bool(getattr(run, "cuts", not fuses(run)))
+def lists(run: Run) -> bool:
+    """Whether stages are only listed, to be compiled: the host must not wait for other processes then."""
+    return bool(getattr(run, "lists", False))

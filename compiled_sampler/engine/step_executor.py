@@ -22,6 +22,7 @@ from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import CACHE, Mode
 from compiled_sampler.pipeline.chunks import in_history_chunks
 from compiled_sampler.pipeline.edits import edited_step
@@ -56,6 +57,7 @@ class StepExecutor:
         self,
         is_definition: bool,
         requests: SlotState,
+        stages: CompiledStages | None,
         drafts: DraftCache | None,
         edits: EditSlots,
         logprobs: LogprobTables,
@@ -63,6 +65,7 @@ class StepExecutor:
         shard: VocabularyShard | None = None,  # of the columns that logits and proposals have
     ) -> None:
         self._is_definition, self._requests, self._shard = is_definition, requests, shard
+        self._run: Run = call if stages is None else stages
         self._drafts, self._edits, self._logprobs = drafts, edits, logprobs
         with torch.inference_mode(False):
             self._unfiltered = unfiltered_table(requests.table, vocab_size)
@@ -72,16 +75,16 @@ class StepExecutor:
         return self._requests.table_for(step.mode.samples_as, step.edits)
 
     def __call__(
-        self, step: Step, run: Run, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
+        self, step: Step, *, logits: Tensor, slots: Tensor, positions: Tensor, offsets: Tensor | None = None,
         draw_index: Tensor | None = None, num_drafts: Tensor | None = None, draft_token_ids: Tensor | None = None,
         proposals: Tensor | None = None, parents: Tensor | None = None,
         **edit_tensors: Tensor,
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
         if self._shard is not None and not self._takes_columns(step):
-            logits = self._shard.whole_rows(logits, step.mode.vocab_size)
+            logits = self._shard.whole_rows(logits, step.mode.vocab_size, self._run)
             if proposals is not None:
-                proposals = self._shard.whole_rows(proposals, step.mode.vocab_size)
+                proposals = self._shard.whole_rows(proposals, step.mode.vocab_size, self._run)
         table, edits, stops, noise, logprobs = self.table_of(step), None, None, None, None
         if step.edits:
             noise = self._edits.noise(step.edits)
@@ -95,16 +98,16 @@ class StepExecutor:
             cached = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
             drafted = (logits, slots, positions, num_drafts, draft_token_ids, cached, table)
             verified = VerifyInputs(*drafted, edits, stops, logprobs, noise, self._unfiltered, parents=parents)
-            return self._verified(step, in_int64(verified), run)
+            return self._verified(step, in_int64(verified))
         ends = None if step.records else stops  # what records the tokens finds which of them are ends, too
         inputs = in_int64(
             SampleInputs(logits, slots, positions, table, offsets, edits, ends, logprobs, noise, draw_index)
         )
-        results = self._computed(step, inputs, run)
+        results = self._computed(step, inputs)
         if step.records:
-            results = self._recorded(inputs, results, run)
+            results = self._recorded(inputs, results)
         if self._drafts is not None and inputs.offsets is not None:
-            self._drafts.write(logits, inputs.slots, inputs.offsets, run)
+            self._drafts.write(logits, inputs.slots, inputs.offsets, self._run)
         return results
 
     def _takes_columns(self, step: Step) -> bool:
@@ -113,62 +116,62 @@ class StepExecutor:
             return False
         return step.kind in ("sample", "draft") or (step.kind == "verify" and step.mode.matches_drafts)
 
-    def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs, run: Run) -> Any:
-        results = self._computed_rows(step, inputs, run)
+    def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
+        results = self._computed_rows(step, inputs)
         if self._shard is None or step.has_tokens or step.kind == "best":
             return results
         (rows,) = results  # of probabilities, or edited logits
         return type(results)(self._shard.own(rows, step.mode.vocab_size).contiguous())
 
-    def _computed_rows(self, step: Step, inputs: SampleInputs | VerifyInputs, run: Run) -> Any:
+    def _computed_rows(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
         if isinstance(inputs, SampleInputs) and step.kind == "edited_logits":
-            edited = edited_step(step.mode, inputs, run)
+            edited = edited_step(step.mode, inputs, self._run)
             is_uncovered = idle_status(inputs.table, inputs.slots) == int(RowStatus.NOT_COVERED)
             edited.logits.masked_fill_(is_uncovered[:, None], -math.inf)
             return edited
         if isinstance(inputs, SampleInputs) and step.kind == "best":
-            return best_step(step.mode, inputs, step.num_best, call if self._is_definition else run)
+            return best_step(step.mode, inputs, step.num_best, call if self._is_definition else self._run)
         if self._is_definition:
             return by_definition(step.kind, step.mode, inputs)
         if not isinstance(inputs, VerifyInputs) and step.kind == "probabilities":
-            return probability_step(step.mode, inputs, run)
+            return probability_step(step.mode, inputs, self._run)
         draw = edit_and_draw
         if self._shard is not None and self._takes_columns(step):
             draw = drawing_in(self._shard)
         if isinstance(inputs, VerifyInputs):
-            return verify_step(step.mode, inputs, run, draw)
-        return sample_step(step.mode, inputs, run, draw)
+            return verify_step(step.mode, inputs, self._run, draw)
+        return sample_step(step.mode, inputs, self._run, draw)
 
-    def _recorded(self, inputs: SampleInputs, drawn: SampleOutputs, run: Run) -> SampleOutputs:
+    def _recorded(self, inputs: SampleInputs, drawn: SampleOutputs) -> SampleOutputs:
         """The draws of a step, written into the history, and which of them end their requests."""
-        is_fused = fuses(run) and is_gpu(drawn.token_ids.device)
+        is_fused = fuses(self._run) and is_gpu(drawn.token_ids.device)
         # elsewhere each place would be written to memory
         places = self._edits.history.table.entries.shape[2] if is_fused else 0
         rows = inputs.slots, inputs.positions, drawn.token_ids, drawn.status
-        ends = self._record(run, record_draws, 1, *rows, self._edits.stops, num_places=places)
+        ends = self._record(record_draws, 1, *rows, self._edits.stops, num_places=places)
         return drawn._replace(status=ends.status, finished=ends.finished)
 
-    def _verified(self, step: Step, inputs: VerifyInputs, run: Run) -> VerifyOutputs:
+    def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
         """The results of a verification, whose drafts are in the history before, and its last tokens afterwards."""
         requests, width = (inputs.slots, inputs.positions), inputs.draft_token_ids.shape[1]
         if step.records and width and not step.of_trees:  # rows of trees have texts of their own
             drafts = *requests, inputs.draft_token_ids, inputs.num_drafts, inputs.table
-            self._record(run, record_drafts, width, *drafts, vocab_size=step.mode.vocab_size)
-        verified: VerifyOutputs = self._computed(step, inputs, run)
+            self._record(record_drafts, width, *drafts, vocab_size=step.mode.vocab_size)
+        verified: VerifyOutputs = self._computed(step, inputs)
         if not step.records:
             return verified
         ends = *requests, verified.token_ids, inputs.num_drafts, verified.status
-        return verified._replace(status=self._record(run, record_ends, width + 1, *ends))
+        return verified._replace(status=self._record(record_ends, width + 1, *ends))
 
-    def _record(self, run: Run, stage: Callable[..., Any], num_tokens: int, *rows: Any, **static: Any) -> Any:
+    def _record(self, stage: Callable[..., Any], num_tokens: int, *rows: Any, **static: Any) -> Any:
         """Write up to so many tokens a row into the history, and return what the stage tells of the rows."""
         memory = self._edits.history.memory
 
         def record_chunk(*rows: Any) -> Any:
-            return run(stage, *memory, *rows, **static)
+            return self._run(stage, *memory, *rows, **static)
 
         position_bytes = _SEARCHED_BYTES * (num_tokens + 1)
-        return in_history_chunks(run, position_bytes, memory[0].entries.shape[2], record_chunk, *rows)
+        return in_history_chunks(self._run, position_bytes, memory[0].entries.shape[2], record_chunk, *rows)
 
 
 def in_int64(inputs: Inputs) -> Inputs:

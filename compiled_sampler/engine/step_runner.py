@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections import namedtuple
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, ProbabilityOutputs, SampleOutputs, VerifyOutputs, tensors_of
-from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.names import GIVEN, LEAVES, MASK
 from compiled_sampler.engine.boundary.arguments import check_modes, check_not_capturing
 from compiled_sampler.engine.boundary.tensors import Results, check_bound_out, empty_outputs, has_form
@@ -28,11 +28,11 @@ from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_executor import StepExecutor
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.lowering.comparison import hard_rows
-from compiled_sampler.lowering.compiled_stages import CompiledStages, LoweringStatus, Progress
-from compiled_sampler.lowering.stages.stage_call import TensorSpec, layout
+from compiled_sampler.lowering.compiled_stages import CompiledStages, LoweringStatus, NotOnDisk, Progress
+from compiled_sampler.lowering.stages.stage_call import TensorSpec
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
-from compiled_sampler.pipeline.schedule import kernels_of, warmup_batches
+from compiled_sampler.pipeline.schedule import warmup_batches
 from compiled_sampler.shard import VocabularyShard
 from graph_cache import BufferSpec, CacheStatistics, CaptureError, GraphCache, copy_tensors
 
@@ -101,7 +101,7 @@ class StepRunner:
         self._chosen: dict[Any, Step] = {}  # of 75 registered steps a choice takes 50 us, of a verification 320
         self._staged = requests.staged
         self._executor = StepExecutor(
-            backend == "reference", requests, drafts, edits, logprobs, self._vocab_size, shard
+            backend == "reference", requests, self._stages, drafts, edits, logprobs, self._vocab_size, shard
         )
         for mode in modes:
             self._register(Step("sample", mode))
@@ -119,10 +119,7 @@ class StepRunner:
         is_exact = not plan.has_planned_slots  # another step might serve other requests
         step = step if is_exact else self._registered_for(step)
         if self.backend != "graph" or step.name not in self._registered:
-            stages, of_step = self._stages, {**plan.inputs(step.reads_counts, on_host=False), **tensors}
-            if stages is None or stages.has_compiled(self._kind_of(step, of_step)):
-                return partial(self._run_directly, step, stages or call)
-            return partial(self._run_until_compiled, step)
+            return partial(self._run_directly, step)
         buffers = {name: step.buffer(name) for name in tensors}
         is_renamed = any(buffer != name for name, buffer in buffers.items())
 
@@ -136,7 +133,7 @@ class StepRunner:
             may_come = self._capture(step, len(plan.slots), given, into)
         route, rows = self._cache.route(step.name, given, out=into, is_exact=is_exact)
         if route.key is None and may_come:
-            return partial(self._run_until_compiled, step)
+            return partial(self._run_until_settled, step)
         on_host, run = route.key is not None, route.run
         self._staged.steps_are_replays = on_host
         if step.logprobs is not None:
@@ -172,37 +169,23 @@ class StepRunner:
         try:
             self._cache.capture_for(step.name, given, out=out)
         except CaptureError as error:
-            if not self._stages.are_settled:  # its first run asked for stages that no warm-up had
+            if not self._stages.are_settled:  # a stage was wanted that nobody had asked for before
                 return True
             self._uncapturable.add((step.name, count))
             _logger.warning("step %s runs without a graph: %s", step.name, error)
         return False
 
-    def _run_until_compiled(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
-        """A direct run, which is chosen anew, and may be captured, once its stages are compiled."""
-        run = self._run_for(step, {**plan.inputs(step.reads_counts, on_host=False), **tensors})
-        if self._stages is run and (self.backend != "graph" or run.are_settled):
+    def _run_until_settled(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+        """A direct run, after which its variant is captured with the next call, if its stages are compiled."""
+        results = self._run_directly(step, plan, tensors, out)
+        if self._stages is not None and self._stages.are_settled:
             self._cache.forget_routes()
-        return self._run_directly(step, run, plan, tensors, out)
+        return results
 
-    def _run_directly(self, step: Step, run: Run, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+    def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         self._staged.mirror.upload()
-        result = self._executor(step, run, **{**plan.inputs(step.reads_counts, on_host=False), **tensors})
+        result = self._executor(step, **{**plan.inputs(step.reads_counts, on_host=False), **tensors})
         return result if out is None else copied(result, out)
-
-    def _run_for(self, step: Step, tensors: Mapping[str, Tensor]) -> Run:
-        """What runs the stages of a step on such tensors."""
-        return call if self._stages is None else self._stages.of_step(self._kind_of(step, tensors), self._device)
-
-    def _kind_of(self, step: Step, tensors: Mapping[str, Tensor]) -> Hashable:
-        """What steps have in common that need the same compiled code."""
-        sizes = tensors["slots"].shape[0], tensors["logits"].shape[0], step.width + 1, self._device
-        layouts = frozenset((name, layout(tensor)) for name, tensor in tensors.items())
-        return step.name, kernels_of(step.mode, *sizes, also=self._also(step), is_edited=bool(step.edits)), layouts
-
-    def _also(self, step: Step) -> Mode | None:
-        """Another mode whose kernels a step uses."""
-        return top_mode(self._vocab_size) if step.logprobs is not None and step.logprobs.top else None
 
     def register(
         self,
@@ -251,25 +234,35 @@ class StepRunner:
     def _compile(
         self, stages: CompiledStages, steps: Sequence[Step], progress: Progress | None, *, waits: bool
     ) -> None:
-        """Ask for the stages of steps by a run of each, for every class of row counts; wait for them, and run again."""
+        """Compile the stages of steps in parallel, then run each step, for every class of row counts."""
         runs = [(step, sample) for step in steps for sample in dict.fromkeys(self._samples(step))]
-        bound = self._bound
-        unread = None if bound is None else TensorSpec.of(bound).empty()  # where no kernel runs, edits write anything
+        listed, before, bound, further = [*runs], 0, self._bound, len(runs) if waits else 0
 
-        def ask() -> None:
-            for step, sample in runs:
-                tensors = self._padding(step, sample, unread)
-                self._executor(step, stages.uncompiled(self._kind_of(step, tensors)), **tensors)
+        def compiled(done: int, total: int, label: str) -> None:
+            nonlocal before
+            before = total
+            if progress is not None:
+                progress(done, total + further, label)
 
-        num_stages = stages.prepare(ask, self._device, progress, len(runs), waits=waits)
-        if not waits:
-            return
-        with stages.compiling_at_calls():
-            for done, (step, sample) in enumerate(runs, start=num_stages + 1):
+        def run_all() -> None:
+            for done, (step, sample) in enumerate(runs, start=before + 1):
                 tensors = self._padding(step, sample, bound)
-                self._executor(step, stages, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
+                self._executor(step, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
                 if progress is not None:
-                    progress(done, num_stages + len(runs), f"ran {step.name} for batches like {sample[0]}")
+                    progress(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
+
+        # Ranks must not stop at different stages: those behind would meet other collectives.
+        if waits and not stages.compares and self._shard is None:
+            with suppress(NotOnDisk), stages.compiling_at_calls(only_loads=True):
+                run_all()
+                listed, further = [], 0
+        unread = None if bound is None else TensorSpec.of(bound).empty()  # what listed edits write is wrong
+        with stages.precompiling(self._device, compiled, waits=waits):
+            for step, sample in listed if not stages.compares else ():
+                self._executor(step, **self._padding(step, sample, unread))
+        if waits and listed:
+            with stages.compiling_at_calls():
+                run_all()
 
     def bind(self, inputs: Mapping[str, Tensor], out: Any) -> None:
         """Let variants read inputs in place, logits of the target among them, and write results, unless out is None."""
@@ -341,8 +334,7 @@ class StepRunner:
         return {**step.inputs(self._dtype, self._columns), **self.custom.buffers(of_edits, step.width + 1)}
 
     def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
-        of_step = {name: tensors[step.buffer(name)] for name in self._inputs(step)}
-        return self._executor(step, self._run_for(step, of_step), **of_step)
+        return self._executor(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
 
     def _call_flat(self, step: Step, **tensors: Tensor) -> Any:
         return flat(self._call_buffers(step, **tensors))
@@ -351,9 +343,8 @@ class StepRunner:
         """Entries, rows, and whether logits are the bound ones, of the batches that between them use every kernel."""
         sizes, times = self._sizes, step.width + 1
         several = [max(size, 2) for size in sizes] if step.width else sizes
-        batches = warmup_batches(
-            step.mode, several, times, self._device, also=self._also(step), is_edited=bool(step.edits)
-        )
+        also = top_mode(self._vocab_size) if step.logprobs is not None and step.logprobs.top else None
+        batches = warmup_batches(step.mode, several, times, self._device, also=also, is_edited=bool(step.edits))
         for size, rows in (*batches, (sizes[0], sizes[0] * times)):
             yield size, rows, False
             if self._bound is not None and not step.mode.from_probabilities:

@@ -19,10 +19,8 @@ from compiled_sampler.engine.boundary.arguments import LOGITS_DTYPES, check_prog
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_logits, check_tensor
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
-from compiled_sampler.lowering.stages.stage_call import layout
 from compiled_sampler.modes import CAPACITIES, MAX_VOCAB_SIZE, TOP_P_BASES, Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline.schedule import kernels_of
 from compiled_sampler.scalars import as_int64, check_choice, checked_int
 from compiled_sampler.shard import VocabularyShard, check_shard
 
@@ -231,14 +229,10 @@ def _way_out(name: str, names: frozenset[str]) -> str:
 BACKENDS = ("auto", "compiled", "eager")
 
 
-def run_of(backend: str, mode: Mode, logits: Tensor, size: int, width: int, *given: object) -> Run:
-    """What runs the stages of a call for so many requests of up to ``width`` rows, with such other arguments."""
+def run_of(backend: str) -> Run:
+    """What runs the stages of a call."""
     check_choice("backend", backend, BACKENDS, "to replay a graph, capture the call in your own")
-    if backend == "eager":
-        return call
-    kernels = kernels_of(mode, size, logits.shape[0], width, logits.device, also=None, is_edited=False)
-    layouts = (layout(each) if isinstance(each, Tensor) else type(each) for each in given)
-    return shared_stages().of_step((mode, kernels, layout(logits), *layouts), logits.device)
+    return call if backend == "eager" else _shared_stages()
 
 
 def warmup(progress: Progress | None = None) -> None:
@@ -252,10 +246,10 @@ def warmup(progress: Progress | None = None) -> None:
     """
     check_progress(progress)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    shared_stages().prepare(lambda: None, device, progress, 0, waits=True)
+    with _shared_stages().precompiling(device, progress):
+        pass  # no further steps
 
 
 @functools.cache
-def shared_stages() -> CompiledStages:
-    """The stages of all calls."""
+def _shared_stages() -> CompiledStages:
     return CompiledStages()

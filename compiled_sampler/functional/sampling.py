@@ -81,8 +81,7 @@ def sample(
         logits, form = shard_rows(logits, vocab_size, shard)
     parameters = Parameters(seeds, positions, temperature, top_k, top_p, min_p)
     static = chosen_mode(mode, form.vocab_size, top_p_base, parameters)
-    count = logits.shape[0]
-    run = run_of(backend, static, logits, count, 1, draw_index, shard, *parameters)
+    run, count = run_of(backend), logits.shape[0]
     if not count:
         return empty_outputs(SampleOutputs, 0, form.device)
     rows, row_positions = parameter_rows(static, parameters, count, form.device, run)
@@ -114,8 +113,7 @@ def probs(
     seeds = torch.zeros(logits.shape[0], dtype=torch.int64, device=form.device)  # a law has no noise
     parameters = Parameters(seeds, 0, temperature, top_k, top_p, min_p)
     static = chosen_mode(mode, form.vocab_size, top_p_base, parameters)
-    count = logits.shape[0]
-    run = run_of(backend, static, logits, count, 1, "probs", *parameters)
+    run, count = run_of(backend), logits.shape[0]
     if not count:
         return empty_outputs(ProbabilityOutputs, form.vocab_size, form.device).probabilities
     rows, row_positions = parameter_rows(static, parameters, count, form.device, run)

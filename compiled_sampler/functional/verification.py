@@ -162,9 +162,7 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, parameters: Param
     if proposals is not None:
         _check_proposals(rule, drafts, proposals, rows)
         proposals = proposals.detach()
-    count, width = draft_token_ids.shape
-    static = verifying(mode, rule, "one_hot" if proposals is None else drafts)
-    run = run_of(backend, static, target, count, width + 1, proposals, parents, *parameters)
+    run, (count, width) = run_of(backend), draft_token_ids.shape
     if not count:
         return empty_outputs(VerifyOutputs, width + 1, form.device, of_trees=parents is not None)
     requests, first_positions = parameter_rows(mode, parameters, count, form.device, run)
@@ -173,6 +171,7 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, parameters: Param
     slots, counts, flags = run(requests_with_rows, target, requests.slots, counts, tokens, proposals)
     inputs = VerifyInputs(target, slots, first_positions, counts, tokens, proposals, requests.table)
     inputs = inputs._replace(parents=parents)
+    static = verifying(mode, rule, "one_hot" if proposals is None else drafts)
     return run(marked_requests, verify_step(static, inputs, run), flags)
 
 

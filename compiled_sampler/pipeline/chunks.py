@@ -7,13 +7,12 @@ also inside of a capture, where the memory of a graph's pool is used again in th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from compiled_sampler.batch import RowEntries, SlotTable
-from compiled_sampler.core.stage import Run, cuts
+from compiled_sampler.core.stage import Run, fuses
 from compiled_sampler.edits.tables import TABLES, EditTables
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.pipeline.schedule import Schedule, chunk_ends, history_rows
@@ -26,20 +25,17 @@ _BY_SLOT = (SlotTable, RowEntries, EditTables, *TABLES, CustomEdits, bool, str) 
 def in_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:
     """``step(*rows)``, for no more rows at once than the schedule allows for a chain of stages."""
     # step: from rows [R, ...] to rows [R, ...], each a function of its own row alone.
-    if not cuts(run):
-        return _in_chunks(schedule.chunk_rows, step, *rows)
-    with _for_rows(run, min(_num_rows(rows), schedule.chunk_rows)):
-        return _in_chunks(schedule.eager_chunk_rows, step, *rows)
+    return _in_chunks(schedule.chunk_rows if fuses(run) else schedule.eager_chunk_rows, step, *rows)
 
 
 def in_eager_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:
     """``in_chunks`` for a single stage, which has scratch in eager torch alone; arguments as there."""
-    return _in_chunks_if_cut(run, schedule.eager_chunk_rows, step, *rows)
+    return step(*rows) if fuses(run) else _in_chunks(schedule.eager_chunk_rows, step, *rows)
 
 
 def in_history_chunks(run: Run, position_bytes: int, length: int, step: Callable[..., Result], *rows: Any) -> Result:
     """``in_eager_chunks`` for a stage that holds so many bytes for each of the ``length`` positions of a row."""
-    return _in_chunks_if_cut(run, history_rows(position_bytes * length), step, *rows)
+    return step(*rows) if fuses(run) else _in_chunks(history_rows(position_bytes * length), step, *rows)
 
 
 def in_chunks_to(ends: Sequence[int], step: Callable[..., Result], *rows: Any) -> Result:
@@ -55,19 +51,6 @@ def in_chunks_to(ends: Sequence[int], step: Callable[..., Result], *rows: Any) -
         first = end
     result: Result = results
     return result
-
-
-def _in_chunks_if_cut(run: Run, most: int, step: Callable[..., Result], *rows: Any) -> Result:
-    if not cuts(run):
-        return step(*rows)
-    with _for_rows(run, _num_rows(rows)):
-        return _in_chunks(most, step, *rows)
-
-
-def _for_rows(run: Run, count: int) -> AbstractContextManager[object]:
-    """Within, stages that are not compiled yet are asked for as they are called once rows are no longer cut."""
-    told = getattr(run, "for_rows", None)
-    return nullcontext() if told is None else told(count)
 
 
 def _in_chunks(most: int, step: Callable[..., Result], *rows: Any) -> Result:

@@ -8,7 +8,7 @@ from compiled_sampler.batch import DraftTable, ProbabilityOutputs, SampleInputs
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowSlots
-from compiled_sampler.core.stage import Run, call, cuts
+from compiled_sampler.core.stage import Run, call, fuses
 from compiled_sampler.edits.tables import EditInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.kept import cut_at_threshold
@@ -46,7 +46,7 @@ def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> Proba
         law = law_of(logits, row_slots)
         return run(probabilities, logits, law, row_slots, vocab_size=mode.vocab_size)
 
-    if is_edited or cuts(run):
+    if is_edited or not fuses(run):
         return in_chunks(schedule, run, probabilities_of_chunk, inputs.logits, row_slots, inputs.edits)
     law = in_chunks(schedule, run, law_of, inputs.logits, row_slots)  # as large as a result are the results alone
     return run(probabilities, inputs.logits, law, row_slots, vocab_size=mode.vocab_size)

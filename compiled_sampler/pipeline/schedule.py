@@ -117,7 +117,6 @@ _CPU_RACE_BLOCK = 1024  # of a race in C++, where ending a block costs more than
 _SHORT_ROW = 2**16  # a row of at most this many tokens is short
 _SLICES, _ORDER_SLICE, _RACE_SLICE = 8, 16, 128  # most slices of a block; fewest tokens of a slice, by pass
 
-_CPU_ROWS = 16  # of a warm-up's batches
 _RANKED_ROWS = 16  # up to this many rows a level ranks its keys by counting; for more rows they are chosen and sorted
 _MANY_ROWS = 256  # from this many short rows on, a level of narrowing is one kernel in all modes
 _MOST_RANKED = 512  # most keys of a level of narrowing in Triton: ranking costs n * n comparisons per row
@@ -242,37 +241,22 @@ def warmup_batches(
     is_edited: bool = False,
 ) -> list[tuple[int, int]]:
     """The batches to warm up with, (entries, rows) each, which together use the kernels of all batches of a mode."""
-    # There is one batch for each pair of classes, where possible the one that its kernels are tuned for, because a GPU
-    # times some of them at their first call. C++ is not timed, and rows for every kind of hard ones are enough.
-    # sizes: entries of the batches that will come; the rest as ``kernels_of``.
-    typical = sorted(
-        {min(row_class(size, device), LARGE_ROWS if is_gpu(device) else _CPU_ROWS) for size in (*sizes, 2)}
-    )
+    # There is one batch for each pair of classes, where possible the one that its kernels are tuned for, because the
+    # first call of a class decides the tuning.
+    # sizes: entries of the batches that will come; times: most rows of an entry; also: another mode whose kernels the
+    # step uses.
+    modes = (mode,) if also is None else (mode, also)
+    typical = sorted({row_class(size, device) for size in (*sizes, 2)})
     batches: dict[Any, tuple[int, int]] = {}
     for size in (*typical, *sorted(sizes)):
         for rows in (size * times, size):
-            batches.setdefault(
-                kernels_of(mode, size, rows, times, device, also=also, is_edited=is_edited), (size, rows)
+            kernels = tuple(
+                (row_class(n, device), *(schedule_for(step_mode, n, device) for step_mode in modes))
+                for n in (size, rows)
             )
+            chunks = _request_chunks(mode, size, rows, times, device) if is_edited else None
+            batches.setdefault((kernels, chunks), (size, rows))
     return list(batches.values())
-
-
-_KERNELS: dict[Any, int] = {}
-
-
-@functools.lru_cache(maxsize=4096)
-def kernels_of(
-    mode: Mode, size: int, rows: int, times: int, device: torch.device, *, also: Mode | None, is_edited: bool
-) -> int:
-    """A number that batches have in common that use the same kernels."""
-    # size: entries; times: most rows of an entry; also: another mode whose kernels the step uses.
-    modes = (mode,) if also is None else (mode, also)
-    chunks = _request_chunks(mode, size, rows, times, device) if is_edited else None
-    kernels = (
-        chunks,
-        *((row_class(n, device), *(schedule_for(each, n, device) for each in modes)) for n in (size, rows)),
-    )
-    return _KERNELS.setdefault(kernels, len(_KERNELS))  # found faster than a schedule is hashed
 
 
 def _request_chunks(mode: Mode, size: int, rows: int, times: int, device: torch.device) -> frozenset[int] | None:

@@ -137,16 +137,16 @@ def _draw_for_rows(
     num_rows, given_ids = logits.shape[0], None if logprobs is None else logprobs.given_ids
     exchanges = num_rows >= _FEWEST_EXCHANGED and shard.count > 1
     if exchanges:
-        rows = shard.exchanged_rows(logits, mode.vocab_size)
+        rows = shard.exchanged_rows(logits, mode.vocab_size, run)
         first, end = shard.own_part(num_rows)
         by_row = row_slots, noise_slots, edits, given_ids
         row_slots, noise_slots, edits, given_ids = part_of(by_row, first, end)
     else:
-        rows = shard.whole_rows(logits, mode.vocab_size)
+        rows = shard.whole_rows(logits, mode.vocab_size, run)
     logprobs = None if logprobs is None else logprobs._replace(given_ids=given_ids)
     schedule = drawing_schedule(mode, rows, edits, logprobs)
     drawn = edit_and_draw(schedule, rows, row_slots, edits, logprobs, None, stream, run, noise_slots)
-    return shard.told_rows(drawn, num_rows) if exchanges else drawn
+    return shard.told_rows(drawn, num_rows, run) if exchanges else drawn
 
 
 def _edited_columns(
@@ -209,7 +209,7 @@ def _draw_from_winners(
         assert largest is not None
         last = _last_kept(mode, schedule, logits, row_slots, largest, stream, shard, run)
     winners = in_chunks(schedule, run, winners_of_chunk, logits, row_slots, largest, last)
-    return run(draw_from_shards, shard.maximum(winners), row_slots)
+    return run(draw_from_shards, shard.maximum(winners, run), row_slots)
 
 
 def _largest(schedule: Schedule, logits: AnyLogits, shard: VocabularyShard, run: Run) -> Tensor:
@@ -218,7 +218,7 @@ def _largest(schedule: Schedule, logits: AnyLogits, shard: VocabularyShard, run:
     def largest_of_chunk(logits: AnyLogits) -> Tensor:
         return run(largest_of_shard, block_maxima(schedule, logits, run).keys)
 
-    return shard.maximum(in_chunks(schedule, run, largest_of_chunk, logits))
+    return shard.maximum(in_chunks(schedule, run, largest_of_chunk, logits), run)
 
 
 def _last_kept(
@@ -247,7 +247,7 @@ def _last_kept(
 
         keys = every
         for _ in range(KEY_ROUNDS):
-            weights = shard.total(in_chunks(schedule, run, weights_of_chunk, logits, keys, row_max, scale))
+            weights = shard.total(in_chunks(schedule, run, weights_of_chunk, logits, keys, row_max, scale), run)
             keys = run(part_of_keys, keys, weights, goal)
         return keys
 
@@ -260,12 +260,12 @@ def _last_kept(
     top_k_keys, top_p_keys, goal = searched(rows.top_k, by_mass=False), None, None
     if mode.capacity:  # in mode "top_k" no row has top-p
         reached = run(before_last_key, top_k_keys, **base)
-        masses = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, reached, row_max, scale))
+        masses = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, reached, row_max, scale), run)
         goal = run(top_p_goal, masses, top_k_keys, rows, row_max, **base)
         top_p_keys = searched(goal, by_mass=True)
     key, kept = run(last_kept_key, top_k_keys, top_p_keys, goal, rows, row_max)
     counts = in_chunks(schedule, run, counts_of_chunk, logits, key)
-    before = shard.collected(run(row_masses, counts)).unbind()[: shard.rank]
+    before = shard.collected(run(row_masses, counts), run).unbind()[: shard.rank]
     last: Last = run(last_of_shard, logits, counts, before, key, kept, **order)
     return last
 
@@ -290,9 +290,9 @@ def _draw_from_candidates(
         row_max, scale = run(mass_units, largest, row_slots)
         return run(row_masses, run(block_masses, logits, row_max, scale, **schedule.mass.blocks))
 
-    told = shard.collected(in_chunks(schedule, run, candidates_of_chunk, logits, row_slots)).unbind()
+    told = shard.collected(in_chunks(schedule, run, candidates_of_chunk, logits, row_slots), run).unbind()
     ordered, nan_bits, largest = run(candidates_of_shards, told, count=min(mode.capacity, mode.vocab_size))
     row_mass = None
     if mode.base_is_row:
-        row_mass = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, row_slots, largest))
+        row_mass = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, row_slots, largest), run)
     return run(draw_from_candidates, ordered, nan_bits, row_slots, row_mass, stream=stream)

@@ -74,7 +74,7 @@ def nothing_compiles() -> Iterator[None]:
         torch.compiler.set_stance("fail_on_recompile"),
         mock.patch.object(torch, "compile", side_effect=refused),
         mock.patch.object(CompiledStages, "_compile", side_effect=refused),
-        mock.patch.object(CompiledStages, "want", side_effect=refused),
+        mock.patch.object(CompiledStages, "_eager_until_ready", side_effect=refused),
     ):
         yield
 

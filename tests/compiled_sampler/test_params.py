@@ -11,7 +11,6 @@ import torch
 from compiled_sampler import Logprobs, Sampler, SamplingParams, Verification
 from compiled_sampler.functional.arguments import run_of
 from compiled_sampler.logprobs import LAWS, check_token_ids
-from compiled_sampler.modes import mode_table
 from compiled_sampler.params import MIN_TEMPERATURE
 from compiled_sampler.scalars import check_choice
 
@@ -247,7 +246,7 @@ def test_each_choice_is_one():
         (lambda: Sampler(8, 1, "cpu", backend="graphs"), "graph"),
         (lambda: Sampler(8, 1, "cpu", top_p_base="topk"), "top_k"),
         (lambda: Sampler(8, 1, "cpu", backend="eager").plan([], mode="no_filters"), "no_filter"),
-        (lambda: run_of("compile", mode_table(8, "top_k")[0], torch.zeros(1, 8), 1, 1), "compiled"),
+        (lambda: run_of("compile"), "compiled"),
         (lambda: Logprobs(of="process"), "processed"),
         (lambda: SamplingParams(repetition_scope="outputs"), "output"),
     ],

@@ -13,7 +13,7 @@ def test_two_processes_are_timed_and_the_next_one_compiles_nothing(tmp_path, mon
     path = tmp_path / "seconds.json"
     warm_up.main(f"--vocab 300 --rows 2 --modes greedy --device cpu --json {path}".split())
     first, after = json.loads(path.read_text())["seconds"].values()
-    assert {"asking and the first stage", "runs", "whole process"} <= first.keys()
+    assert {"listing and the first stage", "runs", "whole process"} <= first.keys()
     assert {"runs", "whole process"} <= after.keys()
     assert "other stages" in first
     assert not {"other stages", "captures"} & after.keys()

@@ -95,8 +95,8 @@ def _cells(options: Any) -> Iterator[MemoryCell]:
         whole = torch.randn(max(options.rows), vocab_size, device=device, dtype=dtype)
         if options.backend == "compiled":
             stages = CompiledStages()
-            precompile(whole, options.rows, stages, verifies=options.verify)
             stages.compiles_at_calls = True  # of what another layout needs
+            precompile(whole, options.rows, stages, verifies=options.verify)
         for rows in options.rows:
             yield from measured(whole[:rows], stages, verifies=options.verify)
         yield from measured_additions(whole, options.rows, options.backend)
@@ -108,13 +108,10 @@ def _cells(options: Any) -> Iterator[MemoryCell]:
 def precompile(logits: Tensor, rows: Sequence[int], stages: CompiledStages, *, verifies: bool) -> None:
     """Compile all that ``measured`` runs for the first rows of these logits, in parallel."""
     modes = mode_table(logits.shape[1], "top_k")
-
-    def ask() -> None:
+    with stages.precompiling(logits.device):
         for count, mode in itertools.product(rows, modes):
-            for _, _, work in steps(mode, logits[:count], stages.uncompiled((count, mode)), verifies=verifies):
+            for _, _, work in steps(mode, logits[:count], stages, verifies=verifies):
                 work()
-
-    stages.prepare(ask, logits.device, None, 0, waits=True)
 
 
 def measured(logits: Tensor, run: Run, *, verifies: bool) -> Iterator[MemoryCell]:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from weakref import WeakSet
 
 import torch
 
-from compiled_sampler.lowering.compiling.compile_process import CompileProcess
+from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, import_compilers
 from compiled_sampler.lowering.inductor.versions import LOCK
@@ -43,12 +43,15 @@ NO_PROCESS = f"no process compiles it, by {VARIABLE} or for want of GPU memory, 
 _MOST, _FEWEST_CORES = 12, 8
 _BYTES_EACH = 2**31  # of free GPU memory: a process holds a context and tensors of one stage
 _IDLE_SECONDS = 10.0  # after which a thread and its process end
-_HEAD_START_SECONDS = 0.3  # for the first draw: then imports want the GIL
+_HEAD_START_SECONDS = 0.1  # for the first draw: then imports want the GIL
 # of 5e-3: each operator of eager torch gives up the GIL, and waits so long for it; the slowest steps beside an import
 # take 85 ms instead of 320, of 27 alone
 _SWITCH_SECONDS = 1e-5
 
 _logger = logging.getLogger("compiled_sampler")
+
+
+Settled = Callable[["WantedStage"], object]
 
 
 @dataclass(eq=False)
@@ -57,7 +60,7 @@ class WantedStage:
 
     call: StageCall
     """Without memory."""
-    settled: Callable[[WantedStage], object] | None = None
+    settled: Settled | None = None
     """Called by a thread when the stage is no longer queued."""
     state: str = "eager"
     reason: str = ""
@@ -69,11 +72,6 @@ class WantedStage:
     def name(self) -> str:
         """Of its function."""
         return self.call.stage.__name__
-
-    @property
-    def is_opaque(self) -> bool:
-        """Whether a process launches its hand-written kernels, which Triton keeps."""
-        return tuning_of(self.call.stage).opaque
 
 
 def number_of_processes(device: torch.device) -> int:
@@ -105,29 +103,33 @@ class CompileQueue:
         self._waiting: deque[WantedStage] = deque()
         self._taken: list[WantedStage] = []
         self._threads: set[threading.Thread] = set()
-        self._built, self._is_over = 0, False
+        self._most_threads, self._built, self._is_over = 0, 0, False
         self._is_forked = False
 
-    def put(self, wanted: WantedStage, device: torch.device) -> None:
-        """Have a stage compiled in the background."""
+    def put(self, stages: Sequence[WantedStage], device: torch.device, *, first: bool = False) -> None:
+        """Have stages compiled in the background, in this order, or before all others."""
         number = number_of_processes(device)
         with self.lock:
-            wanted.state, wanted.reason = ("queued", "") if number else ("eager", NO_PROCESS)
+            for wanted in stages:
+                wanted.state, wanted.reason = ("queued", "") if number else ("eager", NO_PROCESS)
             if number:
-                self._waiting.append(wanted)
-                if len(self._threads) < min(number, len(self._waiting)) and not self._is_over:
-                    thread = threading.Thread(target=self._serve, name="compiled_sampler", daemon=True)
-                    self._threads.add(thread)
-                    thread.start()
+                self._waiting.extendleft(reversed(stages)) if first else self._waiting.extend(stages)
+                self._most_threads = number
+                self._start_threads()
                 self.lock.notify_all()
 
-    def tell(self, wanted: WantedStage, settled: Callable[[WantedStage], object]) -> None:
-        """Call a function when a stage is no longer queued, at once if it is not."""
-        with self.lock:
-            if wanted.state == "queued":
-                wanted.settled = settled
-                return
-        settled(wanted)
+    def wake(self) -> None:
+        """Have a thread for what waits."""
+        if self._waiting and not self._threads:
+            with self.lock:
+                self._start_threads()
+
+    def _start_threads(self) -> None:
+        """Have a thread for each stage that waits, as many as there may be processes."""
+        while len(self._threads) < min(self._most_threads, len(self._waiting)) and not self._is_over:
+            thread = threading.Thread(target=self._serve, name="compiled_sampler", daemon=True)
+            self._threads.add(thread)
+            thread.start()
 
     def withdraw(self, wanted: WantedStage) -> bool:
         """Whether no thread has taken a stage; then none will."""
@@ -168,7 +170,7 @@ class CompileQueue:
 
     def _found_or_compiled(self, wanted: WantedStage, process: CompileProcess) -> tuple[Compiled | None, str]:
         """A stage from disk, after a process has compiled it if need be, or why there is none."""
-        if wanted.is_opaque:
+        if tuning_of(wanted.call.stage).opaque:
             self.processes.add(process)
             return None, process.compile(wanted.call, None)
         found, path = _loaded(wanted.call)

@@ -15,11 +15,10 @@ import pickle
 import platform
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +26,10 @@ from compiled_sampler.lowering.inductor import compilation
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options
 from compiled_sampler.lowering.inductor.patches import locks_elsewhere
 
-_TRIES, _PAUSE = 3000, 0.1  # seconds to wait for another process; one stage takes a few
+if TYPE_CHECKING:  # else imported where a stage is compiled: it takes 15 ms
+    from filelock import FileLock
+
+_PATIENCE = 300.0  # seconds to wait for another process; one stage takes a few
 
 _BROKEN: tuple[type[Exception], ...] = (OSError, EOFError, pickle.PickleError, RuntimeError, ValueError, TypeError)
 _BROKEN += (LookupError, AttributeError, ImportError, AssertionError)
@@ -73,22 +75,33 @@ def store(path: Path, compiled: Compiled) -> None:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[None]:
+def claimed(path: Path | None) -> Iterator[None]:
     """Within, no other process compiles the stage that is kept at a place, unless this one takes very long."""
-    # A process that ends lets go, however it ends. Where no file can be locked, none waits for another.
-    with contextlib.ExitStack() as opened:
-        with contextlib.suppress(*_BROKEN):
-            import fcntl
-
-            folder = path.parents[1].with_name("compiled_sampler_locks")
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = opened.enter_context((folder / path.name).open("w"))
-            for _ in range(_TRIES):
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                time.sleep(_PAUSE)
+    # A process that ends lets go, however it ends. Where no file can be locked, none waits for another. Threads take
+    # the lock of versions before: one that held a claim and waited for that lock would be waited for by its holder.
+    lock = None if path is None else _lock_of(path)
+    if lock is not None:
+        try:
+            lock.acquire(timeout=_PATIENCE)
+        except (OSError, NotImplementedError, RuntimeError):  # too long, not our folder, or a file system without locks
+            lock = None
+    try:
         yield
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def _lock_of(path: Path) -> FileLock | None:
+    """The lock of a stage: a file beside all stages, which stays; None where none can be made."""
+    from filelock import FileLock
+
+    folder = path.parents[1].with_name("compiled_sampler_locks")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return FileLock(folder / path.name, fallback_to_soft=False)  # what a soft lock of a dead host marks, stays
 
 
 def library_hash(package: Path) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import types
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,29 +44,21 @@ class StageCode(NamedTuple):
     device: torch.device
     key: tuple[Any, ...]
     """Stage, static arguments, class of row counts and layouts of the tensors."""
-    rows: int = 0
-    """As ``StageCall.rows``."""
 
     @classmethod
-    def of(cls, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any], rows: int = 0) -> StageCode:
+    def of(cls, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> StageCode:
         """The code for a stage with such tensors."""
         given = list(leaves(tensors))
         present = [leaf for leaf in given if leaf is not None]
-        device, most = present[0].device, max(rows, *(leaf.shape[0] for leaf in present))
+        device, rows = present[0].device, max(leaf.shape[0] for leaf in present)
         far = any(map(is_far, present))
-        hint = most if far else tuning_of(stage).rows_hint(most, device, static.get("block", 0))
-        key = stage, *static.items(), far or hint, *map(layout, given)
-        return cls(stage, tensors, static, hint, device, key, rows)
+        hint = rows if far else tuning_of(stage).rows_hint(rows, device, static.get("block", 0))
+        return cls(stage, tensors, static, hint, device, (stage, *static.items(), far or hint, *map(layout, given)))
 
     @classmethod
     def of_call(cls, call: StageCall) -> StageCode:
         """The code for a call, whose tensors are made for it."""
-        return cls.of(call.stage, call.made(), call.static, call.rows)
-
-    @property
-    def call(self) -> StageCall:
-        """The call that it was made of, without memory."""
-        return StageCall.of(self.stage, self.tensors, self.static, self.rows).portable()
+        return cls.of(call.stage, call.made(), call.static)
 
     @property
     def on_gpu(self) -> bool:
@@ -113,7 +104,7 @@ class StageCode(NamedTuple):
         found = self.found(path)
         if found is not None:
             return found
-        with LOCK, nullcontext() if path is None else claimed(path):
+        with LOCK, claimed(path):
             found = self.found(path)  # by whom the claim was waited for
             if found is not None:
                 return found
@@ -121,6 +112,11 @@ class StageCode(NamedTuple):
             if path is not None and load(path, self.scope) is None:  # else one for other numbers of rows lies there
                 store(path, made)
         return made
+
+    def is_on_disk(self, exact: Options) -> bool:
+        """Whether the stage is there, or is one that is never kept."""
+        path = self.path(exact)
+        return path is None or path.exists()
 
     def found(self, path: Path | None) -> Compiled | None:
         """What is on disk, if it serves such tensors."""

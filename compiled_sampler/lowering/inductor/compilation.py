@@ -106,13 +106,12 @@ def assembler_of_triton(device: torch.device) -> dict[str, str]:
     return {"TRITON_PTXAS_PATH": str(Path(compiler.__file__).parent / "bin" / "ptxas")}
 
 
-def zeros_like_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    """Zeros in the shapes of what a stage returns, which does not run."""
+def fake_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    """What a stage returns, as tensors with neither numbers nor memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode() as mode:
-        results = stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
-    return tree_map_only(Tensor, lambda like: TensorSpec.of(like).empty().zero_(), results)
+        return stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -96,17 +96,15 @@ class StageCall:
     tensors: tuple[Any, ...]
     """Tensors, None and nested tuples of them, each tensor by its ``TensorSpec``; tables as they are."""
     static: dict[str, Any]
-    rows: int = 0
-    """Rows to compile for, where there are more than its tensors have: those of a whole batch."""
 
     @classmethod
-    def of(cls, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any], rows: int = 0) -> StageCall:
+    def of(cls, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> StageCall:
         """The call of a stage with such tensors."""
-        return cls(stage, tree_map(_without_numbers, tensors, is_leaf=_is_table), static, rows)
+        return cls(stage, tree_map(_without_numbers, tensors, is_leaf=_is_table), static)
 
     def portable(self) -> StageCall:
         """The call for another process, with specs in place of tables too."""
-        return replace(self, tensors=tree_map_only(Tensor, TensorSpec.of, self.tensors))
+        return StageCall(self.stage, tree_map_only(Tensor, TensorSpec.of, self.tensors), self.static)
 
     @property
     def specs(self) -> list[TensorSpec]:

@@ -18,14 +18,15 @@ from unittest import mock
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.batch import DraftTable
-from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning, UncompiledStep
-from compiled_sampler.lowering.compiling import compile_process, compile_queue, disk_cache
-from compiled_sampler.lowering.compiling.compile_process import CompileProcess
+from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
+from compiled_sampler.lowering.compiling import compile_processes, compile_queue, disk_cache
+from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
 from compiled_sampler.lowering.compiling.compile_queue import (
     HANGS,
     NO_PROCESS,
@@ -38,9 +39,7 @@ from compiled_sampler.lowering.compiling.disk_cache import claimed
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.pipeline.schedule import EAGER_CHUNK_BYTES
 from tests.builders.sampler import V, nothing_compiles
-from tools.bench.memory import scratch_bytes
 
 CPU = torch.device("cpu")
 STATIC = {"vocab_size": 129, "block": 64, "slices": 1, "by_bits": False}
@@ -52,7 +51,7 @@ def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user has it, with one process."""
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
     monkeypatch.setenv(VARIABLE, "1")
-    monkeypatch.setattr(compile_process, "_NICENESS", 0)  # beside other tests it would hardly ever run
+    monkeypatch.setattr(compile_processes, "_NICENESS", 0)  # beside other tests it would hardly ever run
     monkeypatch.setattr(compile_queue, "_IDLE_SECONDS", 0.0)  # no test finds the process of another
 
 
@@ -107,7 +106,7 @@ def test_a_stage_runs_eager_until_a_process_has_compiled_it_and_the_log_says_so(
 def test_what_is_on_disk_starts_no_process(empty_disk):
     put_on_disk()
     stages = CompiledStages()
-    with mock.patch.object(compile_process, "_started", side_effect=AssertionError("started")), compiled_nowhere():
+    with mock.patch.object(compile_processes, "_started", side_effect=AssertionError("started")), compiled_nowhere():
         assert is_right(stages)
         assert settled(stages)
         assert is_right(stages)
@@ -145,9 +144,9 @@ print({**lowering.eager_stages}, {**lowering.queued_stages})
 
 
 FAILURES: dict[str, tuple[Any, str, Any, str]] = {
-    "it ends": (compile_process, "_PROGRAM", "compileall", "the process that compiles it ended"),
-    "it cannot be started": (compile_process.sys, "executable", "/nowhere/python", "no process can be started"),
-    "its stage cannot be sent": (compile_process.pickle, "dumps", mock.Mock(side_effect=pickle.PicklingError), "ask"),
+    "it ends": (compile_processes, "_WORKER", "compileall", "the process that compiles it ended"),
+    "it cannot be started": (compile_processes.sys, "executable", "/nowhere/python", "no process can be started"),
+    "its stage cannot be sent": (compile_processes.pickle, "dumps", mock.Mock(side_effect=pickle.PicklingError), "ask"),
     "it fails": (CompileProcess, "compile", lambda *_: "it fails with OSError: no space left", "no space left"),
     "it keeps nothing": (CompileProcess, "compile", lambda *_: "", "it cannot be read in"),
     "we fail": (compile_queue, "import_compilers", mock.Mock(side_effect=ImportError("planted")), "ImportError: plant"),
@@ -180,8 +179,8 @@ def made_of(code: StageCode) -> Any:
 def test_a_process_that_hangs_is_stopped(empty_disk, monkeypatch):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    monkeypatch.setattr(compile_process, "_started", lambda environment: started)
-    monkeypatch.setattr(compile_process, "_PATIENCE", 0.2)
+    monkeypatch.setattr(compile_processes, "_started", lambda environment: started)
+    monkeypatch.setattr(compile_processes, "_PATIENCE", 0.2)
     stages = CompiledStages()
     assert is_right(stages)
     assert settled(stages, 60.0)
@@ -192,99 +191,12 @@ def test_a_process_that_hangs_is_stopped(empty_disk, monkeypatch):
 def test_a_process_that_works_for_long_is_waited_for(monkeypatch):
     works = "import pickle, sys, time\nwhile time.process_time() < 2: pass\nsys.stdout.buffer.write(pickle.dumps(''))"
     command, pipes = [sys.executable, "-c", works], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    monkeypatch.setattr(
-        compile_process, "_started", lambda environment: subprocess.Popen(command, start_new_session=True, **pipes)
-    )
-    monkeypatch.setattr(compile_process, "_PATIENCE", 0.5)
-    process = CompileProcess()
+    started = subprocess.Popen(command, start_new_session=True, **pipes)
+    monkeypatch.setattr(compile_processes, "_started", lambda environment: started)
+    monkeypatch.setattr(compile_processes, "_PATIENCE", 0.5)
+    process = compile_processes.CompileProcess()
     assert process.compile(StageCall.of(order_maxima, (LOGITS,), STATIC), Path("nowhere")) == ""
     process.end()
-
-
-def test_where_nothing_may_be_executed_from_the_cache_stages_stay_eager_and_the_way_out_is_told_once(monkeypatch):
-    """As the loader has it on a mount with noexec."""
-    put_on_disk()
-    refused = ImportError("a.so: failed to map segment from shared object")
-    monkeypatch.setattr(CppPythonBindingsCodeCache, "_load_library_inner", mock.Mock(side_effect=refused))
-    monkeypatch.setattr(CppPythonBindingsCodeCache, "cache", {})
-    monkeypatch.setattr(CompileProcess, "compile", lambda _, call, path: compile_process._compiled(call, path))
-    stages = CompiledStages()
-    assert is_right(stages)
-    assert settled(stages)
-    assert "failed to map segment" in stages.status().eager_stages["order_maxima"]
-    with pytest.warns(StageWarning, match=r"executed from \(TORCHINDUCTOR_CACHE_DIR\)"):
-        assert is_right(stages)
-    assert is_right(stages)
-
-
-def fast_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled stages are the stages as they are, and there at once."""
-    monkeypatch.setattr(compile_queue, "_loaded", lambda call: (made_of(StageCode.of_call(call)), None))
-    monkeypatch.setattr(compile_queue, "_HEAD_START_SECONDS", 0.0)
-
-
-def test_a_step_is_cut_like_eager_torch_until_all_of_its_stages_are_compiled(monkeypatch):
-    """So that scratch stays in its bounds."""
-    rows, size = 40, 100_000  # 264 MB at once
-    sampler = Sampler(size, rows, backend="compiled")
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))] * rows)
-    logits, positions = torch.randn(rows, size), torch.arange(rows)
-
-    def held() -> int:
-        return scratch_bytes(lambda: sampler.sample(plan, logits, positions), CPU)
-
-    monkeypatch.setenv(VARIABLE, "0")
-    assert max(held() for _ in range(3)) < EAGER_CHUNK_BYTES
-    assert sampler.statistics().lowering.eager_stages
-    with mock.patch.object(UncompiledStep, "cuts", False):
-        assert held() > 1.2 * EAGER_CHUNK_BYTES
-
-
-def test_a_step_is_fused_once_all_stages_are_there_that_it_may_need(monkeypatch):
-    fast_queue(monkeypatch)
-    sampler = Sampler(V, 2, backend="compiled")
-    stages = sampler._runner._stages
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, top_p=0.97, min_p=1e-4))])
-    peaked = torch.full((1, V), -60.0).index_fill(1, torch.tensor(5), 9.0)  # needs no search
-    found = []
-    for position in range(4):
-        sampler.sample(plan, peaked, torch.tensor([position]))
-        assert settled(stages, 60.0)
-        found += [{wanted.name for wanted in stages._wanted.values()}]
-    assert "recheck_winners" not in found[0]
-    assert "recheck_winners" in found[1] == found[3]
-    with nothing_compiles(), mock.patch.object(UncompiledStep, "__call__", side_effect=AssertionError("not fused")):
-        for logits in (peaked, torch.zeros(1, V)):
-            sampler.sample(plan, logits, torch.tensor([9]))
-
-
-def test_a_warmup_that_does_not_wait_asks_for_every_chain_and_imports_no_compiler_here(monkeypatch):
-    fast_queue(monkeypatch)
-    sampler, told = Sampler(V, 2, backend="compiled"), []
-    with mock.patch("compiled_sampler.lowering.compiled_stages.import_compilers", side_effect=AssertionError("here")):
-        sampler.warmup(lambda *call: told.append(call), modes=["full"], wait=False)
-        assert settled(sampler._runner._stages, 60.0)
-        plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, top_p=0.97, min_p=1e-4))])
-        with nothing_compiles(), mock.patch.object(UncompiledStep, "__call__", side_effect=AssertionError("not fused")):
-            for logits in (torch.zeros(1, V), torch.randn(1, V)):
-                sampler.sample(plan, logits, torch.tensor([0]))
-    assert len(told) <= len(sampler._runner._stages._wanted)
-
-
-def test_a_step_with_a_stage_that_fails_stays_cut_and_runs_the_others_compiled(monkeypatch):
-    fast_queue(monkeypatch)
-    sampler = Sampler(V, 2, backend="compiled")
-    stages = sampler._runner._stages
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, temperature=0.0))] * 2)
-    with pytest.warns(StageWarning):
-        stages.run_eagerly(order_maxima, "planted")
-    for position in range(3):
-        sampler.sample(plan, torch.randn(2, V), torch.tensor([position] * 2))
-        assert settled(stages, 60.0)
-    (step,) = stages._steps.values()
-    assert not step.is_compiled
-    with nothing_compiles():
-        sampler.sample(plan, torch.randn(2, V), torch.tensor([9, 9]))
 
 
 def test_what_cannot_be_kept_stays_eager_without_a_warning():
@@ -312,6 +224,19 @@ def test_an_outer_capture_of_what_is_not_compiled_is_refused(monkeypatch):
     with pytest.raises(RuntimeError, match="not compiled"):
         is_right(stages)
     assert stages.status().queued_stages == {}
+
+
+def test_a_warmup_that_does_not_wait_puts_its_stages_before_those_of_calls():
+    sampler = Sampler(V, 2, backend="compiled")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, min_p=0.1))])
+    with mock.patch.object(QUEUE, "_start_threads"):
+        sampler.sample(plan, torch.randn(1, V), torch.tensor([0]))
+        of_call = len(QUEUE._waiting)
+        sampler.warmup(modes=["greedy"], wait=False)
+    names = [wanted.name for wanted in QUEUE._waiting]
+    QUEUE._waiting.clear()
+    assert of_call
+    assert "first_from_blocks" in names[:-of_call]
 
 
 def test_a_child_that_is_forked_reads_what_is_there_from_a_disk_that_it_must_not_write(monkeypatch, kept_threads):
@@ -447,12 +372,12 @@ def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memo
 
 @pytest.mark.parametrize("error", [OSError("no locks here"), NotImplementedError("flock"), PermissionError("not ours")])
 def test_where_no_file_can_be_locked_every_process_compiles(error, tmp_path):
-    with mock.patch("fcntl.flock", side_effect=error), claimed(tmp_path / "compiled_sampler" / "ab" / "c"):
+    with mock.patch.object(FileLock, "acquire", side_effect=error), claimed(tmp_path / "compiled_sampler" / "ab" / "c"):
         pass
 
 
 def test_of_two_processes_that_compile_a_stage_one_waits_but_not_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_cache, "_TRIES", 2)
+    monkeypatch.setattr(disk_cache, "_PATIENCE", 0.2)
     place, start = tmp_path / "compiled_sampler" / "ab" / "abcd", time.perf_counter()
     with claimed(place), claimed(place.with_name("abce")):
         assert time.perf_counter() - start < 0.2

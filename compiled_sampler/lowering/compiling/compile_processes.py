@@ -1,4 +1,4 @@
-"""A process that compiles stages at low priority and leaves them on disk: its starter's side, and its own program.
+"""A process that compiles stages at low priority and leaves them on disk.
 
 Most of the time is tracing, 1.2 s a stage in Python on a fast host and twice that on a slow one: a thread of the
 caller's process would hold the GIL for it.
@@ -18,15 +18,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
-from compiled_sampler.lowering.inductor.compilation import assembler_of_triton, import_compilers, set_up_triton
+from compiled_sampler.lowering.compiling.stage_code import StageCode
+from compiled_sampler.lowering.inductor.compilation import assembler_of_triton
 from compiled_sampler.lowering.stages.stage_call import StageCall
 
 _PATIENCE = 300.0  # seconds without a tick of CPU time, after which a process hangs; on busy cores it only waits
 _NICENESS = 19
-_PROGRAM = __name__
+_WORKER = "compiled_sampler.lowering.compile_worker"
 
 
 class CompileProcess:
@@ -101,52 +100,10 @@ def _cpu_ticks(session: int) -> float:
 def _started(environment: dict[str, str]) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(str(path) or os.getcwd() for path in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", _PROGRAM, str(_NICENESS)],
+        [sys.executable, "-P", "-m", _WORKER, str(_NICENESS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1", **environment},
         start_new_session=True,
     )
-
-
-def main() -> None:
-    """Compile the stages that standard input names; answer why one is not there, empty where it is."""
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anything prints is no answer
-    with contextlib.suppress(AttributeError, OSError):
-        os.nice(int(sys.argv[1]))
-    import_compilers()
-    with contextlib.suppress(EOFError):
-        while True:
-            threads, call, path = pickle.load(requests)
-            torch.set_num_threads(threads)
-            answers.write(pickle.dumps(_compiled(call, path)))
-            answers.flush()
-
-
-def _compiled(call: StageCall, path: Path | None) -> str:
-    """Why a stage is not at a path, after it was compiled; empty where it is, and for kernels that were launched."""
-    try:
-        code = StageCode.of_call(call)
-        if code.device.type == "cuda":
-            torch.cuda.set_device(code.device)
-        if path is None:
-            set_up_triton(code.device)
-            call.stage(*tree_map_only(torch.Tensor, torch.zeros_like, code.tensors), **call.static)
-            torch.cuda.synchronize(code.device)
-            return ""
-        if code.path(EXACT_OPTIONS) != path:
-            return (
-                "the process has settings of torch that processes it starts do not have, so that warmup() compiles it"
-            )
-        code.found_or_compiled(EXACT_OPTIONS)
-        if code.device.type == "cuda":
-            torch.cuda.empty_cache()
-    except Exception as error:
-        return fault_of(error)
-    return "" if path.exists() else f"it cannot be kept in {path.parents[2]}"
-
-
-if __name__ == "__main__":
-    main()
