@@ -64,7 +64,8 @@ def row_history(history: History, slots: Tensor, paths: RowPaths) -> RowHistory:
     entries, prompt_len = history.entries[slots.clamp(min=0)], history.prompt_lens[slots.clamp(min=0)][:, None]
     tokens, start = paths.tokens, paths.starts[:, None]
     place, number = indices(entries.shape[2], slots.device), torch.arange(tokens.shape[1], device=slots.device)
-    is_token = (number < paths.lengths[:, None]) & (tokens >= 0)
+    is_kept = start + number < entries.shape[2]  # as in ``recorded``
+    is_token = (number < paths.lengths[:, None]) & (tokens >= 0) & is_kept
     held = (
         (entries[:, TOKEN, None] == tokens[:, :, None]) & is_token[:, :, None] & (place < start)[:, None]
     )  # [R, M, L]

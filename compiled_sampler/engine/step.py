@@ -47,7 +47,8 @@ class Step:
             edits += f" + {self.logprobs.label}"
         if self.kind == "sample":
             return f"{self.mode.name}{' of several draws' if self.reads_draw_index else ''}{edits}"
-        width = f"[{'tree of ' if self.of_trees else ''}{self.width}]" if self.width else ""
+        count = self.width or self.num_best
+        width = f"[{'tree of ' if self.of_trees else ''}{count}]" if count else ""
         return f"{self.kind}{width} {self.mode.name}{edits}"
 
     @property

@@ -111,6 +111,20 @@ def test_a_chain_with_parents_is_the_chain():
         assert same(made._replace(node_ids=None), chain)
 
 
+def test_a_chain_with_parents_is_the_chain_also_beyond_the_history():
+    """Tokens that the history has no room for are behind no row that it can still be told of."""
+    drafts, length = torch.tensor([[0, 2, 1, 0, 1, 1, 1, 1]]), 6
+    logits = torch.zeros(9, 16).scatter_(1, torch.tensor([0, 2, 1, 0, 1, 1, 1, 1, 5])[:, None], 99.0)
+    made = []
+    for parents in (None, torch.arange(8)[None] - 1):
+        sampler = Sampler(16, 2, backend="eager", history_len=length)
+        law = SamplingParams(temperature=0.0, frequency_penalty=1.0, repetition_penalty=1.5)
+        plan = sampler.plan([sampler.add_request(law, [0, 2], [0, 1, 1, 2])], num_drafts=[8])
+        out = sampler.verify(plan, logits.clone(), drafts, torch.tensor([6]), "match", parents=parents)
+        made.append((out.token_ids.tolist(), out.num_accepted.tolist(), out.status.tolist()))
+    assert made[0] == made[1]
+
+
 def test_lists_on_the_host_and_flat_trees_are_the_padded_ones():
     sampler = edited_sampler("eager", ROWS)
     batch = tree_batch(sampler, 5)
