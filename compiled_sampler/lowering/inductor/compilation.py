@@ -8,7 +8,7 @@ import random
 import subprocess
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -95,15 +95,16 @@ def assembler_of_triton(device: torch.device) -> dict[str, str]:
     """The environment in which a new process assembles as Triton does in this one."""
     # Triton looks for kernels under the version of its assembler, which it asks for once: of its own where it compiled
     # before ``set_up_triton``, as in an engine with kernels of its own, and else of torch's.
-    if device.type != "cuda" or not is_known():
+    if device.type != "cuda" or torch.version.hip is not None or not is_known():
         return {}
-    from triton.backends.nvidia import compiler
+    with suppress(Exception):  # Triton's own matter; without it the first launches of this process compile again
+        from triton.backends.nvidia import compiler
 
-    major, minor = torch.cuda.get_device_capability(device)
-    tool = compiler.get_ptxas(10 * major + minor).path
-    if subprocess.check_output([tool, "--version"], text=True) == compiler.get_ptxas_version(10 * major + minor):
-        return {}
-    return {"TRITON_PTXAS_PATH": str(Path(compiler.__file__).parent / "bin" / "ptxas")}
+        major, minor = torch.cuda.get_device_capability(device)
+        tool = compiler.get_ptxas(10 * major + minor).path
+        if subprocess.check_output([tool, "--version"], text=True) != compiler.get_ptxas_version(10 * major + minor):
+            return {"TRITON_PTXAS_PATH": str(Path(compiler.__file__).parent / "bin" / "ptxas")}
+    return {}
 
 
 def fake_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
