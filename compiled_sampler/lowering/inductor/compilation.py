@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import random
@@ -91,12 +92,14 @@ def set_up_triton(device: torch.device) -> None:
         _set_triton_ptxas_path()
 
 
+@functools.cache
 def assembler_of_triton(device: torch.device) -> dict[str, str]:
     """The environment in which a new process assembles as Triton does in this one."""
     # Triton looks for kernels under the version of its assembler, which it asks for once: of its own where it compiled
     # before ``set_up_triton``, as in an engine with kernels of its own, and else of torch's.
     if device.type != "cuda" or torch.version.hip is not None or not is_known():
         return {}
+    set_up_triton(device)  # before Triton is asked here
     with suppress(Exception):  # Triton's own matter; without it the first launches of this process compile again
         from triton.backends.nvidia import compiler
 
