@@ -17,7 +17,7 @@ from scipy.stats import gamma
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.core.noise import TARGET, noise_keys, token_bits
-from compiled_sampler.edits.recording import entries_of
+from compiled_sampler.edits.recording import Text, entries_of
 from compiled_sampler.edits.tables import History, Watermarks
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.scalars import as_int64
@@ -49,7 +49,7 @@ def detect(token_ids: Sequence[int], prompt_len: int, key: int, num_tokens: int)
     contexts = [tuple(token_ids[max(place - num_tokens, 0) : place]) for place in places]
     first_place = {context: place for place, context in reversed([*zip(places, contexts, strict=True)])}
     positions = torch.tensor(sorted(first_place.values()), dtype=torch.int64)
-    entries = torch.from_numpy(entries_of(token_ids, prompt_len, len(token_ids)))[None]
+    entries = torch.from_numpy(entries_of([Text(token_ids, prompt_len)], len(token_ids)))
     history = History(entries, *torch.tensor([[prompt_len], [1]], dtype=torch.int32))
     watermarks = Watermarks(torch.tensor([num_tokens], dtype=torch.int32))
     keyed_by = noise_positions(torch.zeros_like(positions), positions, watermarks, history)

@@ -6,6 +6,7 @@ row is one kernel; ``changes.py`` says why.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -156,25 +157,34 @@ def _with_exceeded(status: Tensor, slots: Tensor, positions: Tensor, history: Hi
     return torch.where(is_beyond, status | int(RowStatus.HISTORY_EXCEEDED), status)
 
 
-def entries_of(token_ids: Sequence[int], prompt_len: int, length: int) -> np.ndarray:
-    """``History.entries`` of one request whose first tokens are known: int32 ``[3, length]``; ``UNWRITTEN`` is none."""
-    made = np.empty((_NUMBERS, length), np.int32)
-    made[TOKEN], made[ORDINAL], made[SUCCESSOR] = UNWRITTEN, 0, NO_SUCCESSOR
-    count = len(token_ids)
-    if not count:
-        return made
-    tokens = np.array(token_ids, np.int32)
-    made[TOKEN, :count] = tokens
-    order = np.argsort(tokens, kind="stable")  # positions of one token stand together, in their order
+class Text(NamedTuple):
+    """The first tokens of a request, ``UNWRITTEN`` for none."""
+
+    token_ids: Sequence[int]
+    prompt_len: int
+
+
+def entries_of(texts: Sequence[Text], length: int) -> np.ndarray:
+    """``History.entries`` of requests, int32 ``[N, 3, length]``."""
+    made = np.empty((len(texts), _NUMBERS, length), np.int32)
+    made[:, TOKEN], made[:, ORDINAL], made[:, SUCCESSOR] = UNWRITTEN, 0, NO_SUCCESSOR
+    counts = np.array([len(text.token_ids) for text in texts])
+    request = np.repeat(np.arange(len(texts)), counts)
+    place = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+    tokens = np.fromiter(itertools.chain(*(text.token_ids for text in texts)), np.int32, len(request))
+    made[request, TOKEN, place] = tokens
+    order = np.lexsort((tokens, request))  # positions of one token stand together, in their order
     order = order[tokens[order] != UNWRITTEN]
     if not len(order):
         return made
-    is_output = order >= prompt_len
-    starts = np.concatenate(([True], tokens[order[1:]] != tokens[order[:-1]]))
+    request, place, tokens = request[order], place[order], tokens[order]
+    is_output = place >= np.array([text.prompt_len for text in texts])[request]
+    starts = np.concatenate(([True], (tokens[1:] != tokens[:-1]) | (request[1:] != request[:-1])))
     drawn = np.cumsum(is_output)
     before = np.maximum.accumulate(np.where(starts, drawn - is_output, 0))
-    made[ORDINAL, order] = drawn - before
-    made[SUCCESSOR, order[:-1][~starts[1:]]] = order[1:][~starts[1:]]
+    made[request, ORDINAL, place] = drawn - before
+    follows = np.flatnonzero(~starts)
+    made[request[follows - 1], SUCCESSOR, place[follows - 1]] = place[follows]
     return made
 
 

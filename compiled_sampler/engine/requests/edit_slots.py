@@ -17,7 +17,7 @@ from compiled_sampler.edits.edit_spec import PROMPT_LEN, Column, EditSizes, Edit
 from compiled_sampler.edits.history import READS_HISTORY, TOKEN, UNWRITTEN, History, HistoryRows
 from compiled_sampler.edits.min_tokens import STOPS, StopLists
 from compiled_sampler.edits.names import CONSUMES, LEAVES, MASK, RESTORE, RESTORES, SILENT, reading
-from compiled_sampler.edits.recording import entries_of, recorded, write_record
+from compiled_sampler.edits.recording import Text, entries_of, recorded, write_record
 from compiled_sampler.edits.tables import EditInputs, EditTables, NoiseInputs, RowFilters
 from compiled_sampler.edits.watermark import WATERMARK
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
@@ -28,6 +28,7 @@ from compiled_sampler.scalars import check_choice, checked_int
 from graph_cache import part_of
 
 _NEUTRAL = SamplingParams(seed=0)
+_SENT_NUMBERS = 2**22  # of the histories that are sent together
 _AT_ONCE = 64  # tokens of one request that are recorded together; work grows with their square
 
 
@@ -55,7 +56,7 @@ class EditSlots:
         self._layout = RowLayout(sizes, vocab_size, [self._custom_numbers] if custom.names else [])
         self._rows: Tensor | None = None
         self._history: TokenHistory | None = None
-        self._pending: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+        self._pending: dict[int, tuple[np.ndarray, Text | None]] = {}  # what the device is yet to get, by slot
         self._tables: dict[tuple[str, ...], tuple[EditTables, CustomEdits | None]] = {}
         self._edited: set[int] = set()  # slots whose row is not that of a request without edits
 
@@ -100,9 +101,8 @@ class EditSlots:
         self._edited.add(slot)
         begins = bool(reading(edits))
         row = self._layout.row_of(params, edits, len(prompt), begins)
-        text = self._without_foreign((*prompt, *output)) if begins else ()
-        entries = entries_of(text, len(prompt), self._history_len) if begins else None
-        self._pending[slot] = row, entries
+        text = Text(self._without_foreign((*prompt, *output)), len(prompt)) if begins else None
+        self._pending[slot] = row, text
         self.custom.states.begin(slot, [name for name, _ in params.custom])
 
     def served(self, names: Collection[str]) -> tuple[str, ...]:
@@ -132,10 +132,11 @@ class EditSlots:
         """Bring the edits of added requests to the device, on the current stream and without a wait."""
         if not self._pending:
             return
-        send_rows({slot: row for slot, (row, _) in self._pending.items()}, self.rows)
-        histories = {slot: entries for slot, (_, entries) in self._pending.items() if entries is not None}
-        if histories:
-            self.history.begin(histories)
+        pending = sorted(self._pending.items())
+        send_rows([slot for slot, _ in pending], np.stack([row for _, (row, _) in pending]), self.rows)
+        texts = {slot: text for slot, (_, text) in pending if text is not None}
+        if texts:
+            self.history.begin(texts)
         self._pending.clear()  # only now: where the device fails, a later upload tries again
 
     def set_history(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
@@ -291,7 +292,7 @@ class TokenHistory:
     def __init__(self, num_slots: int, length: int, prompt_lens: Tensor, is_read: Tensor, device: torch.device) -> None:
         # prompt_lens and is_read, int32 [S], are written by the owner.
         with torch.inference_mode(False):
-            entries = sent(entries_of((), 0, length), device).repeat(num_slots + 1, 1, 1)
+            entries = sent(entries_of([Text((), 0)], length), device).repeat(num_slots + 1, 1, 1)
         # entries [S + 1, 3, L]; the last slot takes what padding writes
         self.table = History(entries, prompt_lens, is_read)
 
@@ -300,9 +301,13 @@ class TokenHistory:
         """The history to read, and its numbers in one row to write: the same memory."""
         return self.table, HistoryRows(*4 * (self.table.entries.view(-1),))
 
-    def begin(self, entries: Mapping[int, np.ndarray]) -> None:
-        """Send the histories of requests, int32 ``[3, L]`` by slot, on the current stream and without a wait."""
-        send_rows(entries, self.table.entries)
+    def begin(self, texts: Mapping[int, Text]) -> None:
+        """Send the histories of requests by slot, in ascending order, on the current stream and without a wait."""
+        entries, slots = self.table.entries, [*texts]
+        at_once = max(1, _SENT_NUMBERS // entries[0].numel())
+        for first in range(0, len(slots), at_once):
+            part = slots[first : first + at_once]
+            send_rows(part, entries_of([texts[slot] for slot in part], entries.shape[2]), entries)
 
     def replace(self, slot: int, position: int, token_ids: Sequence[int]) -> None:
         """Write tokens of one request, and forget what stands behind them."""

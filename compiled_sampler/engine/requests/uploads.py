@@ -175,14 +175,14 @@ class PlannedTensors:
         return self._there is not None and self._there.get(name) is tensor
 
 
-def send_rows(rows: Mapping[int, np.ndarray], table: Tensor) -> None:
-    """Write rows of the host into a table ``[S, ...]`` by slot, on the current stream and without a wait."""
+def send_rows(slots: Sequence[int], rows: np.ndarray, table: Tensor) -> None:
+    """Write rows of the host into a table ``[S, ...]`` at ascending slots, on the current stream and without a wait."""
     # A copy for each run of slots: requests that come at once have the lowest free ones, mostly in one run.
-    for _, run in itertools.groupby(enumerate(sorted(rows)), lambda pair: pair[1] - pair[0]):
-        slots = [slot for _, slot in run]
-        here = torch.from_numpy(np.stack([rows[slot] for slot in slots]))
-        here = here if table.device.type == "cpu" else here.pin_memory()
-        table[slots[0] : slots[-1] + 1].copy_(here, non_blocking=True)
+    here = torch.from_numpy(rows)
+    here = here if table.device.type == "cpu" else here.pin_memory()
+    for _, run in itertools.groupby(enumerate(slots), lambda pair: pair[1] - pair[0]):
+        places, of_run = zip(*run, strict=True)
+        table[of_run[0] : of_run[-1] + 1].copy_(here[places[0] : places[-1] + 1], non_blocking=True)
 
 
 def sent(numbers: np.ndarray, device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from compiled_sampler.edits.history import History
 from compiled_sampler.edits.masks import copied, masked
 from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.penalties import Penalties, write_penalties
-from compiled_sampler.edits.recording import are_ends, entries_of, record_drafts, record_draws, record_ends
+from compiled_sampler.edits.recording import Text, are_ends, entries_of, record_drafts, record_draws, record_ends
 from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.lowering.comparison import outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
@@ -121,7 +121,7 @@ def tables(rows: int) -> EditTables:
     """A bias of one token, and penalties of a history of 5 that holds one of them twice, in each request."""
     counts = torch.ones(rows, dtype=torch.int32)
     penalties = {name: counts if name == "of_output" else torch.ones(rows) for name in Penalties._fields}
-    entries = torch.from_numpy(entries_of([7, 3, 30, 7, 1], 2, L))
+    entries = torch.from_numpy(entries_of([Text([7, 3, 30, 7, 1], 2)], L)[0])
     ids, biases = (
         torch.full((rows, 11), 5, dtype=torch.int32),
         torch.full((rows, 11), 2.0),
