@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -66,6 +66,7 @@ OUTPUTS: dict[str, Any] = {
 }
 """What each kind of step returns."""
 _MOST_CHOSEN = 256  # kinds of calls whose step is known; those with logprobs of given ids are as many as their ids
+_MOST_CAPTURES = 2  # attempts for steps of one kind, until a warm-up
 _logger = logging.getLogger("compiled_sampler")
 StepRun = Callable[..., Any]
 """``run(plan, tensors, out)``: the results of a step on the way that ``StepRunner.resolve`` chose."""
@@ -97,7 +98,7 @@ class StepRunner:
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
         self._captures_late = False
-        self._uncapturable: set[tuple[str, int]] = set()  # steps by name, with the number of requests
+        self._failed_captures: Counter[tuple[str, int]] = Counter()  # of steps by name, with the number of requests
         self._chosen: dict[Any, Step] = {}  # of 75 registered steps a choice takes 50 us, of a verification 320
         self._staged = requests.staged
         self._executor = StepExecutor(
@@ -128,7 +129,7 @@ class StepRunner:
             return {**plan.inputs(step.reads_counts, on_host), **of_call}
 
         into, given = out if out is None or step.logprobs is None else flat(out), inputs(plan, tensors, True)
-        may_come = self._captures_late and (step.name, len(plan.slots)) not in self._uncapturable
+        may_come = self._captures_late and self._failed_captures[step.name, len(plan.slots)] < _MOST_CAPTURES
         if may_come and self._stages is not None and self._stages.are_settled:
             may_come = self._capture(step, len(plan.slots), given, into)
         route, rows = self._cache.route(step.name, given, out=into, is_exact=is_exact)
@@ -171,7 +172,9 @@ class StepRunner:
         except CaptureError as error:
             if not self._stages.are_settled:  # a stage was wanted that nobody had asked for before
                 return True
-            self._uncapturable.add((step.name, count))
+            self._failed_captures[step.name, count] += 1  # the reason may pass: memory, a stage that came meanwhile
+            if self._failed_captures[step.name, count] < _MOST_CAPTURES:
+                return True
             _logger.warning("step %s runs without a graph: %s", step.name, error)
         return False
 
@@ -226,10 +229,11 @@ class StepRunner:
         steps = [step for step in self._registered.values() if modes is None or step.is_of(modes)]
         if self._stages is not None:
             self._compile(self._stages, steps, progress, waits=waits)
-        # A draft cache holds what handles of drafts name, which a capture forgets.
-        self._captures_late = self.backend == "graph" and not waits and self._drafts is None
+        self._failed_captures.clear()
         if self.backend == "graph" and waits:
             self._cache.warmup([step.name for step in steps], progress=progress)
+        elif self.backend == "graph":
+            self._captures_late = self._drafts is None  # a capture forgets what handles of drafts name
 
     def _compile(
         self, stages: CompiledStages, steps: Sequence[Step], progress: Progress | None, *, waits: bool

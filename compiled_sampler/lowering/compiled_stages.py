@@ -82,6 +82,7 @@ class CompiledStages:
         self._wanted: dict[Any, WantedStage] = {}
         self._launched: list[WantedStage] = []  # of hand-written kernels
         self._called: dict[Any, Callable[..., Any]] = {}
+        self._due: set[Any] = set()  # keys of stages that are compiled and compared at their next call
         self._eager: dict[Stage, str] = {}
         self._warned: set[str] = set()
         self._listing: Listing | None = None
@@ -153,7 +154,11 @@ class CompiledStages:
                 yield
             finally:
                 self._listing = None
-        called = [] if self.compares else [StageCode.of_call(wanted.call) for wanted in self._wanted.values()]
+        if self.compares:  # on the tensors of their next call, which compiles them
+            self._due = {key for key, wanted in self._wanted.items() if waits and wanted.compiled is None}
+            self._called.clear()
+            return
+        called = [StageCode.of_call(wanted.call) for wanted in self._wanted.values()]
         codes = {code.key: code for code in (*listing.longest_first(), *called)}
         missing, done = [code for code in codes.values() if self._compiled(code) is None], 0
 
@@ -250,7 +255,7 @@ class CompiledStages:
             self._eager[code.stage] = HANGS
             return functools.partial(code.stage, **code.static)
         compiled = self._compiled(code)
-        if compiled is None and self.compiles_at_calls:
+        if compiled is None and (self.compiles_at_calls or code.key in self._due):
             found = self._compile(code)
         elif compiled is None:
             code.check_not_capturing()

@@ -128,8 +128,8 @@ class CompileQueue:
         """Have a thread for each stage that waits, as many as there may be processes."""
         while len(self._threads) < min(self._most_threads, len(self._waiting)) and not self._is_over:
             thread = threading.Thread(target=self._serve, name="compiled_sampler", daemon=True)
+            thread.start()  # it waits for the lock
             self._threads.add(thread)
-            thread.start()
 
     def withdraw(self, wanted: WantedStage) -> bool:
         """Whether no thread has taken a stage; then none will."""

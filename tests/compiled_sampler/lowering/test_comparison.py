@@ -19,9 +19,10 @@ from compiled_sampler.edits.names import CONSUMES, EDITS, RESTORES
 from compiled_sampler.edits.recording import DrawEnds
 from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.comparison import KINDS, difference, hard_rows, outcome
-from compiled_sampler.lowering.compiled_stages import VARIABLE, StageWarning
+from compiled_sampler.lowering.compiled_stages import VARIABLE, CompiledStages, StageWarning
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.passes import cliff, deviation, mass_filters, typical
+from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.race import first_from_blocks
 from tests.builders import custom_edits, edit_states
 from tests.builders.sampler import REQUESTS, V, drawn, same, shared_sampler
@@ -256,3 +257,19 @@ def test_results_are_compared_bit_for_bit(found, wanted, why):
     reason = difference(found, wanted)
     assert bool(reason) == bool(why)
     assert why.replace("\\", "") in reason
+
+
+def test_after_a_warmup_a_stage_that_was_called_before_is_compared_at_its_next_call(monkeypatch):
+    """As ``functional.warmup`` leaves it, which lists no steps."""
+    stand_in(monkeypatch, {})
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
+    stages, logits = CompiledStages(), torch.randn(3, V)
+    eager = stages(order_maxima, logits, vocab_size=V, block=64, by_bits=False)
+    with stages.precompiling(torch.device("cpu")):
+        pass
+    with mock.patch.object(compiled_stages, "fault", wraps=compiled_stages.fault) as comparing:
+        for _ in range(2):
+            assert difference(stages(order_maxima, logits, vocab_size=V, block=64, by_bits=False), eager) == ""
+    assert comparing.call_count == 1
+    assert not stages.status().eager_stages
