@@ -1,16 +1,17 @@
-"""How long does a call take beside the fastest peer, as a picture? Draws docs/pictures/speed.png.
+"""How long does a call take beside the fastest peer, and what do trees of drafts give? Draws docs/pictures/*.png.
 
-    python -m tools.pictures [--results FOLDER] [--picture FILE.png]
+    python -m tools.pictures [--results FOLDER] [--pictures FOLDER]
 
-A panel for each case, with three lines: this library, its floor, and the fastest peer that draws from the law of the
-case. Needs matplotlib: ``pip install 'compiled-sampler[plot]'``.
+speed.png has a panel for each case, with three lines: this library, its floor, and the fastest peer that draws from the
+law of the case. trees.png has one for each law: tokens a step of full trees, by way of drafting and children of a node.
+Needs matplotlib: ``pip install 'compiled-sampler[plot]'``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,14 @@ from tools.readme import ROOT, Cell, cells_of, stored_peers
 
 _COLUMNS = 5
 _OURS, _PEER, _FLOOR = "#0b62c4", "#c2410c", "#8a8a8a"
+_DRAFTERS = {
+    "coupled, match": _OURS,
+    "likeliest, match": "#0f8a5f",
+    "independent, match": _FLOOR,
+    "independent, rejection": _PEER,
+}
+_MARKERS = {1: "o", 2: "s", 4: "^"}
+_FULL = ("comb", 1), ("full", 2), ("full", 4)  # a chain is a full tree of one child
 
 
 class Line(NamedTuple):
@@ -89,13 +98,40 @@ def _panel(axes: Any, line: Line) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def draw_trees(records: Sequence[Mapping[str, Any]], picture: Path) -> None:
+    """Write the picture of what ``tools.trees`` measured."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9.2, 3.6), layout="constrained", facecolor="white")
+    laws = [*dict.fromkeys(record["law"] for record in records)]
+    panels = figure.subplots(1, len(laws), sharey=True, squeeze=False)[0]
+    for axes, law in zip(panels, laws, strict=True):
+        for record in (each for each in records if each["law"] == law and (each["shape"], each["width"]) in _FULL):
+            depths, tokens = zip(
+                *((int(depth), each) for depth, each in record["tokens_per_step"].items()), strict=True
+            )
+            way, width = record["drafter"].replace("multi-round ", ""), record["width"]
+            style = {"color": _DRAFTERS[way], "marker": _MARKERS[width], "label": f"{way}, {width}"}
+            axes.plot(depths, tokens, markersize=4, linewidth=1.5, **style)
+        axes.set_title(law, fontsize=9)
+        axes.set_xlabel("depth", fontsize=8)
+        axes.grid(visible=True, alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", frameon=False, fontsize=8, title="children of a node")
+    figure.supylabel("tokens a step", fontsize=10)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)
+
+
 def main() -> None:
     """Read, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "tools" / "results")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "pictures" / "speed.png")
+    parser.add_argument("--pictures", type=Path, default=ROOT / "docs" / "pictures")
     options = parser.parse_args()
-    draw(lines(options.results), options.picture)
+    draw(lines(options.results), options.pictures / "speed.png")
+    draw_trees(json.loads((options.results / "trees.json").read_text())["records"], options.pictures / "trees.png")
 
 
 if __name__ == "__main__":

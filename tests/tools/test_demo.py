@@ -19,7 +19,7 @@ from tools.toy_engine import runs
 from tools.toy_engine.cached_model import CachedModel
 from tools.toy_engine.decode_step import CapturedStep, DecodeStep
 from tools.toy_engine.engine import Decoded, Engine, Request, longest
-from tools.toy_engine.speculation import Speculated, SpeculativeEngine
+from tools.toy_engine.speculation import SIBLINGS, WIDTH, Speculated, SpeculativeEngine
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TEXT = "\n\n".join(f"The value of number {i}" + " is used in the body of a loop" * 5 for i in range(30))
@@ -134,7 +134,8 @@ def test_the_demo_shows_and_stores_every_pairing_of_drafts(tmp_path: Path, capsy
     stored = json.loads(path.read_text())
     assert status == 0
     assert "share accepted at each place" in output
-    assert [pair["rule"] for pair in stored["speculation"]] == ["match", "match", "rejection", "block", "match"]
+    assert [pair["rule"] for pair in stored["speculation"]] == [*["match"] * 3, "rejection", "block", "match"]
+    assert stored["speculation"][2]["drafts_per_step"] == SIBLINGS * WIDTH
     assert all(f"{pair['tokens_per_step']:.2f}" in output for pair in stored["speculation"])
     compared = sum(run["compared"] or 0 for run in stored["runs"][1:] + stored["speculation"])
     assert f"{compared:,} tokens compared, all identical" in output

@@ -1,5 +1,6 @@
 """The picture of times: drawn from what is stored, one line for each case that a peer was measured for."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,13 @@ def test_every_case_that_has_a_peer_has_a_line() -> None:
     for line in found:
         assert list(line.rows) == sorted(line.rows)
         assert all(floor < us < peer for floor, us, peer in zip(line.floor_us, line.us, line.peer_us, strict=True))
+
+
+def test_trees_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    records = json.loads((RESULTS / "trees.json").read_text())["records"]
+    pictures.draw_trees(records, tmp_path / "trees.png")
+    assert (tmp_path / "trees.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_picture_is_drawn(tmp_path: Path) -> None:

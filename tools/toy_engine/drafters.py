@@ -1,4 +1,4 @@
-"""Who guesses the next tokens? Three drafters: a smaller model's likeliest tokens, its draws, and prompt look-up.
+"""Who guesses the next tokens? A smaller model's likeliest tokens, its draws, trees of these, and prompt look-up.
 
 A drafter is a function of the requests that run; whatever it guesses, the sampler's verification decides.
 
@@ -41,6 +41,16 @@ class Drafts(NamedTuple):
     """Drafts of each request, 0 to K."""
     handles: Sequence[Draft] | None = None
     """K of them, where the sampler drew the drafts: what a rule needs that asks for their law."""
+    siblings: int = 1
+    """Of a tree, the drafts at each place; the first of them goes on, and ``token_ids`` has place after place."""
+
+    @property
+    def parents(self) -> list[list[int]] | None:
+        """Of a tree, the draft before each one, -1 before the first place; None for chains."""
+        if self.siblings == 1:
+            return None
+        firsts = range(-self.siblings, self.token_ids.shape[1] - self.siblings, self.siblings)
+        return [[max(first, -1) for first in firsts for _ in range(self.siblings)]] * len(self.counts)
 
 
 Drafter = Callable[[Batch], Drafts]
@@ -76,6 +86,23 @@ def drawn(batch: Batch, model: CachedModel, width: int, sampler: Sampler, couple
         handles.append(sampler.draft(batch.plan, logits, batch.positions + offset, coupled, offset))
     token_ids = torch.stack([draft.token_ids for draft in handles], dim=1)
     return Drafts(token_ids, (width,) * len(batch.histories), handles)
+
+
+def drawn_trees(batch: Batch, model: CachedModel, width: int, sampler: Sampler, siblings: int) -> Drafts:
+    """K places of several drafts a request: the best of the smaller model's race on the target's noise.
+
+    Args:
+        batch: the requests.
+        model: on the device of the batch; its slots are those of the requests.
+        width: K.
+        sampler: that holds the requests.
+        siblings: drafts at each place, of which the first goes on.
+    """
+    places: list[Tensor] = []
+    for offset in range(width):
+        logits = draft_logits(batch, model, [drafts[:, 0] for drafts in places])
+        places.append(sampler.draft(batch.plan, logits, batch.positions + offset, width=siblings).token_ids)
+    return Drafts(torch.cat(places, 1), (width * siblings,) * len(batch.histories), siblings=siblings)
 
 
 def draft_logits(batch: Batch, model: CachedModel, drafts: Sequence[Tensor]) -> Tensor:

@@ -8,6 +8,7 @@ Dims: ``N`` requests of a batch, ``K`` drafts of a request at most, ``R`` rows o
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,11 +23,13 @@ from compiled_sampler import Sampler, VerifyOutputs
 from tools.model.tokenizer import END_ID
 from tools.model.transformer import Model
 from tools.toy_engine.cached_model import CachedModel
-from tools.toy_engine.drafters import Batch, Drafter, Drafts, drawn, likeliest, looked_up
+from tools.toy_engine.drafters import Batch, Drafter, Drafts, drawn, drawn_trees, likeliest, looked_up
 from tools.toy_engine.engine import Decoded, Request, longest
 
 WIDTH = 3
-"""K, the most drafts of a request in a step."""
+"""K, the most places of drafts of a request in a step."""
+SIBLINGS = 2
+"""Drafts at each place of a tree."""
 NUM_REQUESTS, MOST_RUNNING = 8, 3
 """Of the requests that a run decodes, and of its largest batch: small batches take different modes."""
 
@@ -49,6 +52,8 @@ class Speculated:
     """How often a draft stood at each place of its block."""
     accepted: list[int] = field(default_factory=lambda: [0] * WIDTH)
     """How often it was accepted there."""
+    num_drafts: int = 0
+    """Of all steps, those of trees that stand at one place too."""
     verifications: int = 0
     """Steps, each counted once for every request that ran."""
 
@@ -57,10 +62,12 @@ class Speculated:
         """Mean number of accepted drafts, and one; of its last step a stream may have needed fewer."""
         return 1.0 + sum(self.accepted) / max(self.verifications, 1)
 
-    def count(self, num_drafts: Sequence[int], num_accepted: Sequence[int]) -> None:
-        """Take in one step: numbers ``[N]``."""
-        self.verifications += len(num_drafts)
-        for tally, numbers in ((self.drafted, num_drafts), (self.accepted, num_accepted)):
+    def count(self, drafts: Drafts, num_accepted: Sequence[int]) -> None:
+        """Take in one step: ``num_accepted [N]`` of the first N requests."""
+        counts = drafts.counts[: len(num_accepted)]
+        self.verifications, self.num_drafts = self.verifications + len(counts), self.num_drafts + sum(counts)
+        places = [count // drafts.siblings for count in counts]
+        for tally, numbers in ((self.drafted, places), (self.accepted, num_accepted)):
             for place in range(WIDTH):
                 tally[place] += sum(number > place for number in numbers)
 
@@ -75,7 +82,7 @@ class Speculated:
             "requests": len(streams),
             "tokens": self.decoded.num_tokens,
             "verifications": self.verifications,
-            "drafts_per_step": round(sum(self.drafted) / max(self.verifications, 1), 3),
+            "drafts_per_step": round(self.num_drafts / max(self.verifications, 1), 3),
             "accepted_share": [round(accepted / drafted, 4) if drafted else None for accepted, drafted in shares],
             "tokens_per_step": round(self.tokens_per_step, 3),
             "compared": compared[0],
@@ -135,9 +142,36 @@ class SpeculativeEngine:
     def verify(self, batch: Batch, drafts: Drafts, rule: str) -> VerifyOutputs:
         """Compute the target's logits after every draft of a batch and judge the drafts."""
         plan = self._sampler.plan(batch.plan.slots, self._mode, num_drafts=drafts.counts)
+        if drafts.siblings > 1:
+            logits = self._logits_of_trees(batch, drafts)
+            outputs = self._sampler.verify(
+                plan, logits, drafts.token_ids, batch.positions, rule, parents=drafts.parents
+            )
+            self._read_again(batch, outputs)
+            return outputs
         logits = self._target.logits(*rows_of(batch, drafts, self._target.vocab_size))
         guesses = drafts.token_ids if drafts.handles is None else drafts.handles
         return self._sampler.verify(plan, logits, guesses, batch.positions, rule)
+
+    def _logits_of_trees(self, batch: Batch, drafts: Drafts) -> Tensor:
+        """The target's logits after the text and after every draft, float32 ``[N * (1 + M), V]``."""
+        # The cache has one text a slot: first that of the drafts that go on, then from its end each of the others,
+        # which nothing that is read later looks at.
+        count, places = len(drafts.counts), drafts.token_ids.unflatten(1, (-1, drafts.siblings))
+        width, slots = places.shape[1], batch.plan.slot_ids
+        chain = Drafts(places[:, :, 0], (width,) * count)
+        rows = self._target.logits(*rows_of(batch, chain, self._target.vocab_size)).unflatten(0, (count, width + 1))
+        after = rows[:, 1:, None].repeat(1, 1, drafts.siblings, 1)
+        for place, sibling in itertools.product(reversed(range(width)), range(1, drafts.siblings)):
+            after[:, place, sibling] = self._target.logits(slots, batch.positions + place, places[:, place, sibling])
+        return torch.cat([rows[:, :1], after.flatten(1, 2)], 1).flatten(0, 1)
+
+    def _read_again(self, batch: Batch, outputs: VerifyOutputs) -> None:
+        """Put the accepted drafts into the target's cache, where others of a tree may stand."""
+        tokens = outputs.token_ids[:, :WIDTH]
+        places = torch.arange(WIDTH, device=tokens.device)
+        positions = torch.where(places < outputs.num_accepted[:, None], batch.positions[:, None] + places, -1)
+        self._target.logits(batch.plan.slot_ids.repeat_interleave(WIDTH), positions.flatten(), tokens.flatten())
 
     def admit(self, request: Request) -> int:
         """Give a request a slot, which is returned; both models read its prompt but for the last token."""
@@ -154,7 +188,7 @@ class SpeculativeEngine:
         batch = make_batch(self._sampler, rows, self._mode)
         drafts = draft(batch)
         outputs = self.verify(batch, drafts, rule)
-        result.count(drafts.counts[: len(running)], outputs.num_accepted[: len(running)].tolist())
+        result.count(drafts, outputs.num_accepted[: len(running)].tolist())
         emitted = zip(outputs.token_ids.tolist(), outputs.num_emitted.tolist(), strict=True)
         for (slot, (request, history)), (token_ids, count) in zip(running, emitted, strict=False):
             history += token_ids[:count]
@@ -209,9 +243,11 @@ def pairings(model: CachedModel, sampler: Sampler) -> list[Pairing]:
         sampler: that will hold the requests.
     """
     coupled, independent = (partial(drawn, model=model, width=WIDTH, sampler=sampler, coupled=c) for c in (True, False))
+    trees = partial(drawn_trees, model=model, width=WIDTH, sampler=sampler, siblings=SIBLINGS)
     return [
         Pairing("small model, argmax", "match", partial(likeliest, model=model, width=WIDTH)),
         Pairing("small model, coupled", "match", coupled),
+        Pairing(f"small model, trees of {SIBLINGS} a place", "match", trees),
         Pairing("small model, independent", "rejection", independent),
         Pairing("small model, independent", "block", independent),
         Pairing("look-up", "match", partial(looked_up, width=WIDTH)),

@@ -54,7 +54,9 @@ def speculation_table(numbers: Sequence[dict[str, Any]]) -> Table:
     """What drafts save, and that ``match`` changes no token."""
     places = [f"at {place}" for place in range(1, WIDTH + 1)]
     columns = ("drafter", "rule", "drafts/step", *places, "tokens/step", "mismatches")
-    title = f"{numbers[0]['requests']} requests with up to {WIDTH} drafts a step: share accepted at each place"
+    title = (
+        f"{numbers[0]['requests']} requests with drafts at up to {WIDTH} places a step: share accepted at each place"
+    )
     table = Table(*columns, title=title, box=SIMPLE)
     for pair in numbers:
         table.add_row(
