@@ -19,8 +19,8 @@ from compiled_sampler.edits.masks import row_words
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
 from compiled_sampler.passes.bounds import Leaders
 from compiled_sampler.passes.candidates import sort
-from compiled_sampler.passes.maxima import BlockMaxima, first_token, kept_in_kernel
-from compiled_sampler.passes.race import best_from_blocks, tokens_from_packed
+from compiled_sampler.passes.maxima import BlockMaxima, first_token, kept_in_kernel, mass_units
+from compiled_sampler.passes.race import best_from_blocks, draw_from_candidates, tokens_from_packed
 
 
 def rows_of_shard(row_slots: RowSlots, *, stream: int, start: int) -> RowParams:
@@ -31,6 +31,11 @@ def rows_of_shard(row_slots: RowSlots, *, stream: int, start: int) -> RowParams:
     shifted = NoiseKeys(first, first * start + second, third, fourth)
     live, idle, _, *parameters = rows
     return RowParams(live, idle, shifted, *parameters)
+
+
+def raced_rows(largest: Tensor, row_slots: RowSlots, *, stream: int, start: int) -> tuple[RowParams, Tensor, Tensor]:
+    """``rows_of_shard``, and ``mass_units`` of the largest order keys of whole rows, in one kernel."""
+    return rows_of_shard(row_slots, stream=stream, start=start), *mass_units(largest, row_slots)
 
 
 def largest_of_shard(keys: Tensor) -> Tensor:
@@ -99,18 +104,34 @@ def draw_from_shards(winners: Tensor, row_slots: RowSlots) -> SampleOutputs:
 
 def candidates_of_shard(tokens: Tensor, nan_bits: Tensor, *, start: int, count: int) -> Tensor:
     """The first ``count`` packed (order key, token id) of a shard, 1 for a NaN, a 0: int64 ``[R, count + 2]``."""
-    # The 0 lets what each rank told begin at a multiple of 16 bytes, else Inductor's code would copy it.
+    # The 0 lets what each rank told begin at a multiple of 16 bytes, else Inductor would copy it. One expression,
+    # as Inductor makes a kernel of each tensor that is padded.
     has_nan = (nan_bits.amax(-1, keepdim=True) > POSITIVE_INFINITY_KEY).to(torch.int64)
-    shifted = F.pad(tokens - start, (0, count - tokens.shape[1]), value=KEEP_ALL)
-    return torch.cat([shifted, F.pad(has_nan, (0, 1))], 1)
+    place, known = torch.arange(count + 2, device=tokens.device), tokens.shape[1]
+    further = torch.where(place < count, KEEP_ALL, torch.where(place == count, has_nan, 0))
+    return torch.where(place < known, tokens[:, place.clamp(max=known - 1)] - start, further)
+
+
+def draw_from_told(told: tuple[Tensor, ...], row_slots: RowSlots, *, count: int | None, stream: int) -> SampleOutputs:
+    """``draw_from_candidates`` of what ``candidates_of_shard`` has of each rank: of the first ``count``, or of all."""
+    # Behind the C first tokens there is nothing that a row keeps. To cut them off would be a kernel more, so this is
+    # done only where C tokens are the whole vocabulary, and what is behind them is none.
+    tokens, nan_bits = _joined(told)
+    ordered = sort(tokens, count=tokens.shape[1])[:, :count]
+    return draw_from_candidates(ordered, nan_bits, row_slots, None, stream=stream)
 
 
 def candidates_of_shards(told: tuple[Tensor, ...], *, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """The first ``count`` tokens of whole rows, from ``candidates_of_shard`` of each rank."""
     # Returns packed keys in descending order, int64 [R, count], nan_bits, and the first order key, int32 [R, 1] each.
+    tokens, nan_bits = _joined(told)
+    return sort(tokens, count=count), nan_bits, packed_key(tokens.amax(-1, keepdim=True))
+
+
+def _joined(told: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """The candidates of all shards, int64 ``[R, T * C]``, and ``nan_bits`` ``[R, 1]``."""
     tokens, has_nan = torch.cat([part[:, :-2] for part in told], 1), torch.cat([part[:, -2:-1] for part in told], 1)
-    first = packed_key(tokens.amax(-1, keepdim=True))
-    return sort(tokens, count=count), _nan_bits(has_nan.amax(-1, keepdim=True)), first
+    return tokens, _nan_bits(has_nan.amax(-1, keepdim=True))
 
 
 class KeyRange(NamedTuple):

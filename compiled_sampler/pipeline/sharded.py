@@ -44,12 +44,14 @@ from compiled_sampler.passes.shards import (
     candidates_of_shards,
     count_of_key,
     draw_from_shards,
+    draw_from_told,
     every_key,
     first_of_shard,
     largest_of_shard,
     last_kept_key,
     last_of_shard,
     part_of_keys,
+    raced_rows,
     rows_of_shard,
     top_p_goal,
     weights_from_keys,
@@ -194,10 +196,11 @@ def _draw_from_winners(
         if not mode.draws:
             blocks = block_maxima(schedule, logits, run)
             return run(first_of_shard, logits, blocks, **schedule.order.blocks, **start)
-        rows, row_max = run(rows_of_shard, row_slots, stream=stream, **start), None
         if largest is not None:
-            row_max, _ = run(mass_units, largest, row_slots)
-        elif schedule.races_by_bounds:
+            rows, row_max, _ = run(raced_rows, largest, row_slots, stream=stream, **start)
+        else:
+            rows, row_max = run(rows_of_shard, row_slots, stream=stream, **start), None
+        if largest is None and schedule.races_by_bounds:
             return run(winners_of_leaders, *race_by_bounds(schedule, logits, rows, run, finds_max=False), **start)
         blocks = race_blocks(schedule, logits, rows, row_max, last, run)
         race = logits, blocks, rows, row_max, last
@@ -234,8 +237,8 @@ def _last_kept(
     """The last token ``[R]`` among the columns of this rank that top-k and top-p keep."""
     # Each round parts the range of keys in 16, and sums what is from each part on over all ranks. All rows take all
     # rounds, so that the host waits for nothing. Top-p comes after top-k, whose mass it may be a share of.
-    rows, base = run(rows_of_shard, row_slots, stream=stream, start=shard.start), {"base_is_row": mode.base_is_row}
-    row_max, scale = run(mass_units, largest, row_slots)
+    rows, row_max, scale = run(raced_rows, largest, row_slots, stream=stream, start=shard.start)
+    base = {"base_is_row": mode.base_is_row}
     order, mass = schedule.order.blocks, schedule.mass.blocks
     every = run(every_key, rows.live)
 
@@ -291,8 +294,9 @@ def _draw_from_candidates(
         return run(row_masses, run(block_masses, logits, row_max, scale, **schedule.mass.blocks))
 
     told = shard.collected(in_chunks(schedule, run, candidates_of_chunk, logits, row_slots), run).unbind()
+    if not mode.base_is_row:
+        count = mode.vocab_size if mode.vocab_size <= mode.capacity else None
+        return run(draw_from_told, told, row_slots, count=count, stream=stream)
     ordered, nan_bits, largest = run(candidates_of_shards, told, count=min(mode.capacity, mode.vocab_size))
-    row_mass = None
-    if mode.base_is_row:
-        row_mass = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, row_slots, largest), run)
+    row_mass = shard.total(in_chunks(schedule, run, masses_of_chunk, logits, row_slots, largest), run)
     return run(draw_from_candidates, ordered, nan_bits, row_slots, row_mass, stream=stream)

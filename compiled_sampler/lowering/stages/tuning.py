@@ -85,7 +85,7 @@ from compiled_sampler.passes.race import (
     first_from_blocks,
     race_maxima,
 )
-from compiled_sampler.passes.shards import first_of_shard, winners_of_blocks, winners_of_leaders
+from compiled_sampler.passes.shards import draw_from_told, first_of_shard, winners_of_blocks, winners_of_leaders
 from compiled_sampler.passes.typical import with_digit
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS, is_gpu, row_class
 from compiled_sampler.speculation.acceptance import judge_drafts
@@ -298,6 +298,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     first_of_shard: StageTuning(tile=_TWO_ROWS, shared_by_row_classes=True),
     winners_of_blocks: StageTuning(tile=Tile(128, 8)),
     winners_of_leaders: StageTuning(tile=_TWO_ROWS, same_by_row_classes=True),
+    draw_from_told: StageTuning(tile=Tile(128, 2), fuses_everything=True, same_by_row_classes=True),
     # passes/law.py
     candidate_law: StageTuning(warps_of_few_rows=1, shared_by_row_classes=True),
     unfiltered_weights: StageTuning(tile=Tile(1024, 1), warps_of_few_rows=1, overlap_rows=ALWAYS, streams=True),

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -184,8 +184,34 @@ def test_rows_without_requests_and_requests_without_drafts_emit_what_they_must()
     assert same(again, made)
 
 
-def streams(speculates: bool, seed: int, count: int, length: int) -> list[list[int]]:
-    """The tokens of requests, alone or with trees of which some drafts are wrong; slots are used again."""
+DRAFTERS = "coupled", "likeliest", "independent", "garbage"
+Texts = list[list[int]]
+
+
+def drafted(drafter: str, source: random.Random, sampler: Sampler, texts: Texts, trees: Texts, row_of: Any) -> Texts:
+    """The token of each node of each tree, by a drafter that knows the target's logits."""
+    paths: list[dict[int, list[int]]] = [{-1: []} for _ in texts]  # of each request, the drafts up to a node
+    for level in range(NODES):
+        nodes = [(n, node) for n, tree in enumerate(trees) for node in range(len(tree)) if tree[node] in paths[n]]
+        nodes = [(n, node) for n, node in nodes if node not in paths[n] and len(paths[n][trees[n][node]]) == level]
+        if not nodes:
+            break
+        before = [paths[n][trees[n][node]] for n, node in nodes]
+        logits = torch.stack([row_of(texts[n] + path) for (n, _), path in zip(nodes, before, strict=True)])
+        places = torch.tensor([len(texts[n]) + level for n, _ in nodes])
+        best = logits.topk(NODES).indices
+        if drafter == "coupled":
+            best = sampler.draft(sampler.plan([n for n, _ in nodes]), logits, places, width=NODES).token_ids
+        for (n, node), path, tokens in zip(nodes, before, best.tolist(), strict=True):
+            sibling = trees[n][:node].count(trees[n][node])
+            choices = {"independent": tokens[:3], "garbage": [*range(-1, V + 1)]}
+            token = source.choice(choices[drafter]) if drafter in choices else tokens[sibling]
+            paths[n][node] = [*path, token]
+    return [[found[node][-1] for node in range(len(tree))] for found, tree in zip(paths, trees, strict=True)]
+
+
+def streams(drafter: str | None, seed: int, count: int, length: int) -> tuple[Texts, int]:
+    """The tokens of requests, alone or with trees, and how many drafts were accepted; slots are used again."""
     source, sampler = random.Random(seed), Sampler(V, count, backend="eager", history_len=4 * length)
     table = 3.0 * torch.randn(97, V, generator=torch.Generator().manual_seed(seed))
 
@@ -197,31 +223,37 @@ def streams(speculates: bool, seed: int, count: int, length: int) -> list[list[i
         for n in range(count)
     ]
     slots = [sampler.add_request(each, [n % V]) for n, each in enumerate(params)]
-    texts = [[n % V] for n in range(count)]
+    drafting = Sampler(V, count, backend="eager")  # of several nodes at once, which penalties do not allow
+    for each in params:
+        drafting.add_request(replace(each, frequency_penalty=0.0))
+    texts, accepted = [[n % V] for n in range(count)], 0
     while min(map(len, texts)) <= length:
-        counts = [source.randrange(NODES + 1) if speculates else 0 for _ in texts]
+        counts = [0 if drafter is None else source.randrange(NODES + 1) for _ in texts]
         trees = [[source.randrange(-1, node) for node in range(nodes)] for nodes in counts]
-        rows, drafts = list[Tensor](), list[list[int]]()
-        for text, tree in zip(texts, trees, strict=True):
-            paths = list[list[int]]()
-            for parent in tree:
-                before = paths[parent] if parent >= 0 else []
-                likely = row_of(text + before).topk(3).indices.tolist()
-                paths.append([*before, source.choice(likely)])
-            rows += [row_of(text), *(row_of(text + path) for path in paths)]
-            drafts.append([path[-1] for path in paths] + [-1] * (NODES - len(paths)))
+        drafts = trees if drafter is None else drafted(drafter, source, drafting, texts, trees, row_of)
+        rows = list[Tensor]()
+        for text, tree, tokens in zip(texts, trees, drafts, strict=True):
+            path: dict[int, list[int]] = {-1: text}
+            for node, (parent, token) in enumerate(zip(tree, tokens, strict=True)):
+                path[node] = [*path[parent], token]
+            rows += map(row_of, path.values())
         plan = sampler.plan(slots, num_drafts=counts)
         positions = torch.tensor([len(text) for text in texts])
-        made = sampler.verify(plan, torch.stack(rows), torch.tensor(drafts), positions, parents=trees)
+        padded = torch.tensor([tokens + [-1] * (NODES - len(tokens)) for tokens in drafts])
+        made = sampler.verify(plan, torch.stack(rows), padded, positions, parents=trees)
+        accepted += int(made.num_accepted.sum())
         for text, tokens in zip(texts, made.tolist(), strict=True):
             text += tokens
-    return [text[: length + 1] for text in texts]
+    return [text[: length + 1] for text in texts], accepted
 
 
 @pytest.mark.parametrize(("count", "rounds"), tiers([(24, 1)], [(400, 50)]))
-def test_streams_with_trees_are_those_without(count, rounds):
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_streams_with_trees_are_those_without(drafter, count, rounds):
     for seed in range(rounds):
-        assert streams(True, seed, count, 12) == streams(False, seed, count, 12)
+        (alone, _), (texts, accepted) = (streams(each, seed, count, 12) for each in (None, drafter))
+        assert texts == alone
+        assert accepted > count or drafter == "garbage"
 
 
 HOST_FAULTS: list[tuple[Any, str]] = [
