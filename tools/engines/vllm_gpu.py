@@ -154,16 +154,18 @@ def timed(engines: Engines, options: argparse.Namespace, end: float) -> dict[str
             if not good or "ms" not in first[name]:
                 cell[name] = first[name]
                 continue
-            keys = ("ms", "host_us", "host_max_us")
+            keys = ("ms", "cpu_ms", "host_us", "host_max_us")
             cell[name] = {key: round(median(each[key] for each in good), 3) for key in keys}
             cell[name] |= {"first_ms": round(first[name]["ms"], 2), "turns": len(good)}
         stock, ours = (found[engine.name] for engine in engines[:2])
-        pairs = [one["ms"] / two["ms"] for one, two in zip(stock, ours, strict=False) if "ms" in one and "ms" in two]
-        cell["stock / ours"] = round(median(pairs), 3) if pairs else None  # each turn's, as the host's speed drifts
-        shown = {name: (each.get("ms"), each.get("host_us")) for name, each in cell.items() if isinstance(each, dict)}
-        print(
-            f"{rows:4d} {law:20s} " + "  ".join(f"{name} {ms} ({us})" for name, (ms, us) in shown.items()), flush=True
-        )
+        pairs = [(one, two) for one, two in zip(stock, ours, strict=False) if "ms" in one and "ms" in two]
+        shown = [f"{rows:4d} {law:20s}"]
+        shown += [f"{name} {cell[name].get('ms')} ({cell[name].get('host_us')})" for name in found]
+        for key, label in (("ms", "stock / ours"), ("cpu_ms", "stock / ours, processor")):
+            ratios = [one[key] / two[key] for one, two in pairs]  # each turn's, as the host's speed drifts
+            cell[label] = round(median(ratios), 3) if ratios else None
+            shown.append(f"{label} {cell[label]}")
+        print("  ".join(shown), flush=True)
         if time.time() > end:
             print("time is over", flush=True)
             break
