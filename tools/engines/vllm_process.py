@@ -161,7 +161,7 @@ class Engine:
         return made
 
     def _time(self, rows: int, tokens: int, law: dict[str, Any]) -> dict[str, Any]:
-        """Milliseconds a step of a round of requests, those of the processor, and microseconds of the sampler's calls."""
+        """Milliseconds a step of a round, those of the processor, and microseconds of the sampler's calls."""
         # What the processor takes depends less on what else a shared host does; with several threads it may be more.
         self.host.clear()
         began, cpu = time.perf_counter(), time.process_time()
