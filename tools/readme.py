@@ -64,11 +64,11 @@ def compared(cells: Sequence[Cell], peers: Peers, *, verifies: bool = False) -> 
     return _by_rows(times, sorted({cell.rows for cell, _ in found}), "requests" if verifies else "B")
 
 
-def replays(cells: Sequence[Cell]) -> str:
+def replays(measured: dict[str, Any]) -> str:
     """A table of microseconds of the GPU: what a cell's kernels take, and what the sampler's own replay takes."""
-    found = [cell for cell in cells if cell.replay_us is not None]
-    times = {(cell.case, cell.rows): f"{cell.us:.1f} / {cell.replay_us:.1f}" for cell in found}
-    return _by_rows(times, sorted({cell.rows for cell in found}))
+    cells = [cell for cell in cells_of(measured) if cell.replay_us is not None]
+    times = {(cell.case, cell.rows): f"{cell.us:.1f} / {cell.replay_us:.1f}" for cell in cells}
+    return f"{_by_rows(times, sorted({cell.rows for cell in cells}))}\n\n{measured_with(measured)}"
 
 
 def _columns(cells: Sequence[dict[str, Any]]) -> list[int]:
@@ -153,6 +153,7 @@ def generated(results: Path) -> dict[str, str]:
         ("determinism", "determinism.json", partial(compared_paths, what="rows")),
         ("streams", "streams.json", partial(compared_paths, what="requests")),
         ("host", "host.json", host),
+        ("replays", "bench_replays.json", replays),
         ("edits", "edits_h100.json", additions.rendered),
         ("logprobs", "logprobs_h100.json", additions.rendered),
         ("conformance", "conformance.json", conformance.rendered),
@@ -164,7 +165,6 @@ def generated(results: Path) -> dict[str, str]:
     cells, peers = [cell for path in files for cell in cells_of(json.loads(path.read_text()))], stored_peers()
     for name, show in (("peers", compared), ("peers_verify", partial(compared, verifies=True))):
         parts[name] = show(cells, peers) if any(map(peers.beside, cells)) else NOT_MEASURED
-    parts["replays"] = replays(cells) if any(cell.replay_us is not None for cell in cells) else NOT_MEASURED
     return parts
 
 

@@ -65,7 +65,7 @@ def agreement(first: dict[str, Any], second: dict[str, Any], prompt_len: int) ->
 
 
 def compared(name: str, first: list[Any], second: list[Any]) -> tuple[int, int]:
-    """Rows of equal and of other logits of all requests; printed for the table of docs/vllm.md."""
+    """Rows of equal and of other logits of all requests; printed for docs/vllm.md."""
     pairs = zip(first, second, PROMPTS, strict=True)
     counts = [agreement(one, two, len(prompt)) for one, two, prompt in pairs]
     equal, other = (sum(column) for column in zip(*counts, strict=True))
