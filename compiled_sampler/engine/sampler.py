@@ -28,7 +28,7 @@ from compiled_sampler.engine.drafts import ONE_HOT, Draft, DraftCache, Proposals
 from compiled_sampler.engine.plan import Plan, check_has_boundary, check_has_drafts, check_has_positions, padded_parents
 from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
-from compiled_sampler.engine.requests.edit_slots import EditSlots, checked_sizes
+from compiled_sampler.engine.requests.edit_slots import EditSlots, checked_edit_sizes
 from compiled_sampler.engine.requests.slots import new_seed
 from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
@@ -124,7 +124,7 @@ class Sampler(RequestHolder):
         custom_edits = checked_custom_edits(edits, self.vocab_size, length)
         most, modes = self.max_num_requests, mode_table(self.vocab_size, top_p_base)
         self._custom = CustomEditSet(custom_edits, self.vocab_size, device, most)
-        slots = EditSlots(most, self.vocab_size, checked_sizes(edit_sizes), length, device, self._custom)
+        slots = EditSlots(most, self.vocab_size, checked_edit_sizes(edit_sizes), length, device, self._custom)
         sizes = (BucketLadder.doubling(most) if buckets is None else BucketLadder.of(buckets)).sizes
         super().__init__(modes, most, device, default_generator, slots, sizes[-1])
         self.logits_dtype, self.top_p_base = logits_dtype, top_p_base

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import pytest
@@ -184,44 +184,73 @@ def test_rows_without_requests_and_requests_without_drafts_emit_what_they_must()
     assert same(again, made)
 
 
-def streams(speculates: bool, seed: int, count: int, length: int) -> list[list[int]]:
-    """The tokens of requests, alone or with trees of which some drafts are wrong; slots are used again."""
-    source, sampler = random.Random(seed), Sampler(V, count, backend="eager", history_len=4 * length)
-    table = 3.0 * torch.randn(97, V, generator=torch.Generator().manual_seed(seed))
+DRAFTERS = "coupled", "independent", "likeliest", "garbage"
 
-    def row_of(text: list[int]) -> Tensor:
-        return table[hash(tuple(text[-3:])) % len(table)]
+
+def siblings(drafter: str, sampler: Sampler, slots: list[int], logits: Tensor, positions: Tensor, level: int) -> Tensor:
+    """``NODES`` children for each row of a drafter's logits, int64 ``[n, NODES]``, at one depth of the trees."""
+    if drafter == "likeliest":
+        return logits.topk(NODES).indices
+    if drafter == "garbage":
+        return torch.randint(-1, V + 1, (len(slots), NODES), generator=torch.Generator().manual_seed(level))
+    is_coupled = drafter == "coupled"
+    offset = 0 if is_coupled else level
+    return sampler.draft(sampler.plan(slots), logits, positions, is_coupled, offset, width=NODES).token_ids
+
+
+def streams(drafter: str, seed: int, count: int, length: int) -> tuple[list[list[int]], int]:
+    """The tokens of requests, alone or with random trees of a drafter, and how many drafts were accepted."""
+    source, sampler = random.Random(seed), Sampler(V, count, backend="eager", history_len=4 * length)
+    drafting = Sampler(V, NODES * count, backend="eager")  # without penalties, so that a plan has a request twice
+    generator = torch.Generator().manual_seed(seed)
+    table = 3.0 * torch.randn(97, V, generator=generator)
+    of_drafter, accepted = table + 0.5 * torch.randn(97, V, generator=generator), 0
+
+    def row_of(text: list[int]) -> int:
+        return hash(tuple(text[-3:])) % len(table)
 
     params = [
         SamplingParams(seed=seed * count + n, temperature=0.9, top_k=5 * (n % 3), frequency_penalty=0.5 * (n % 2))
         for n in range(count)
     ]
     slots = [sampler.add_request(each, [n % V]) for n, each in enumerate(params)]
+    places = [drafting.add_request(replace(each, frequency_penalty=0.0)) for each in params]
     texts = [[n % V] for n in range(count)]
     while min(map(len, texts)) <= length:
-        counts = [source.randrange(NODES + 1) if speculates else 0 for _ in texts]
+        counts = [source.randrange(NODES + 1) if drafter else 0 for _ in texts]
         trees = [[source.randrange(-1, node) for node in range(nodes)] for nodes in counts]
-        rows, drafts = list[Tensor](), list[list[int]]()
-        for text, tree in zip(texts, trees, strict=True):
-            paths = list[list[int]]()
-            for parent in tree:
-                before = paths[parent] if parent >= 0 else []
-                likely = row_of(text + before).topk(3).indices.tolist()
-                paths.append([*before, source.choice(likely)])
-            rows += [row_of(text), *(row_of(text + path) for path in paths)]
-            drafts.append([path[-1] for path in paths] + [-1] * (NODES - len(paths)))
+        before: list[dict[int, list[int]]] = [{-1: text} for text in texts]
+        drafts = torch.full((count, NODES), -1)
+        for level in range(max(counts)):
+            inner = [(n, up) for n, tree in enumerate(trees) for up in sorted({*tree} & {*before[n]})]
+            inner = [(n, up) for n, up in inner if len(before[n][up]) == len(texts[n]) + level]
+            if not inner:
+                break
+            logits = of_drafter[torch.tensor([row_of(before[n][up]) for n, up in inner])]
+            positions = torch.tensor([len(texts[n]) + level for n, _ in inner])
+            children = siblings(drafter, drafting, [places[n] for n, _ in inner], logits, positions, level).tolist()
+            for (n, up), tokens in zip(inner, children, strict=True):
+                for node, token in zip(
+                    (node for node, parent in enumerate(trees[n]) if parent == up), tokens, strict=False
+                ):
+                    drafts[n, node] = token
+                    before[n][node] = [*before[n][up], token]
+        rows = [row_of(paths[node]) for paths, nodes in zip(before, counts, strict=True) for node in range(-1, nodes)]
         plan = sampler.plan(slots, num_drafts=counts)
-        positions = torch.tensor([len(text) for text in texts])
-        made = sampler.verify(plan, torch.stack(rows), torch.tensor(drafts), positions, parents=trees)
+        made = sampler.verify(plan, table[rows], drafts, torch.tensor([len(text) for text in texts]), parents=trees)
+        accepted += int(made.num_accepted.sum())
         for text, tokens in zip(texts, made.tolist(), strict=True):
             text += tokens
-    return [text[: length + 1] for text in texts]
+    return [text[: length + 1] for text in texts], accepted
 
 
 @pytest.mark.parametrize(("count", "rounds"), tiers([(24, 1)], [(400, 50)]))
-def test_streams_with_trees_are_those_without(count, rounds):
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_streams_with_trees_are_those_without(drafter, count, rounds):
     for seed in range(rounds):
-        assert streams(True, seed, count, 12) == streams(False, seed, count, 12)
+        made, accepted = streams(drafter, seed, count, 12)
+        assert made == streams("", seed, count, 12)[0]
+        assert accepted > count or drafter == "garbage"
 
 
 HOST_FAULTS: list[tuple[Any, str]] = [
