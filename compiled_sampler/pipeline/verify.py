@@ -161,17 +161,18 @@ def _walked(
     requests, values = RowSlots(inputs.table, slots, inputs.positions), proposal.values
     tree = drafted_tree(inputs, run)
     assert tree is not None
+    assert values is not None
     law = run(sum_law, law, filters_min_p=mode.filters_min_p)
-    proposed = None if proposal.law is None else run(sum_law, proposal.law, filters_min_p=mode.filters_min_p)
-    laws = law, proposed
+    assert proposal.law is not None  # one-hot drafts are refused
+    laws = law, run(sum_law, proposal.law, filters_min_p=mode.filters_min_p)
     nodes, walk = run(judge_nodes, logits, *laws, values, layout, tree, requests, drafts, **vocab)
     for _ in range(drafts.shape[1]):
         rows = walk.row_ids, walk.proposals
         if ordered is not None:
-            sums = run(residual_of_walked_candidates, ordered, values, *laws, walk.carry, rows, **vocab)
+            sums = run(residual_of_walked_candidates, ordered, values, *laws, walk.debt, rows, **vocab)
         else:
             blocks = schedules.requests.mass.blocks
-            sums = run(residual_of_walked_blocks, logits, values, *laws, walk.carry, rows, **blocks)
+            sums = run(residual_of_walked_blocks, logits, values, *laws, walk.debt, rows, **blocks)
         walk = run(walk_on, walk, sums, nodes, tree, layout)
     final, node_ids, tokens = run(final_of_walk, walk, nodes, *laws, layout, tree, requests, drafts, **vocab)
     if ordered is not None:

@@ -217,15 +217,15 @@ def match_tree(request: Request) -> Outcome:
 def rejection_tree(request: Request) -> Outcome:
     """From the root, go to the first child that passes a test of what the children before it left of p and q.
 
-    Of p they leave ``relu(p - q)``, of q what they are not: Jeon et al., arXiv 2402.14160. That is ``relu(c p - q)``
-    with one number c, as no child comes twice.
+    Of p they leave ``relu(p - q)``, of q what they are not: Jeon et al., arXiv 2402.14160. That is ``relu(p - b q)``
+    with one number b, as no child comes twice.
     """
     assert request.parents is not None
     judged, flags = judged_nodes(request)
     node, path = -1, list[int]()
     while True:
         children = [child for child in judged if request.parents[child] == node]
-        accepted, rejected, carry = first_accepted(request, node + 1, children)
+        accepted, rejected, debt = first_accepted(request, node + 1, children)
         if accepted < 0:
             break
         node = accepted
@@ -236,6 +236,7 @@ def rejection_tree(request: Request) -> Outcome:
     if rejected < 0 or request.is_greedy:
         token = draw(request, node + 1, TARGET if rejected < 0 else RESIDUAL)
         return outcome(emitted, len(path), passed, token, flags, path)
+    carry = float(reciprocal(torch.tensor([debt], dtype=torch.float64))) if debt > 1.0 else 1.0
     left = residual(request, node + 1, carry, torch.float32, rejected)
     left[request.drafts[rejected]] = 0.0  # what was rejected has no residual
     if not (left > 0.0).any():
@@ -261,21 +262,24 @@ def judged_nodes(request: Request) -> tuple[list[int], RowStatus]:
 
 
 def first_accepted(request: Request, row: int, children: Sequence[int]) -> tuple[int, int, float]:
-    """The first child of a row that is accepted, or -1; the last that is rejected, or -1; and c of the residual."""
-    q, rejected, carry, spent = request.q, -1, 1.0, 0
+    """The first child of a row that is accepted, or -1; the last that is rejected, or -1; and b of the residual."""
+    p, q, rejected, debt, spent = request.p, request.q, -1, 0.0, 0
     for child in children:
         draft, inverse = request.drafts[child], q.inverse[child]
-        left = residual(request, row, carry, torch.float64, child)
+        left = p.weights[row].to(torch.float64) * p.inverse[row]
+        left = left - q.weights[child].to(torch.float64) * (debt * inverse)
         total = float((torch.where(left > 0.0, left, 0.0) * UNIT).to(torch.int64).sum()) / UNIT
         rest = float((q.total[child] - spent).to(torch.float64) * inverse)
         share = float(q.weights[child, draft].to(torch.float64) * inverse)
-        passes = request.numbers[child] * (total * share) < float(left[draft]) * rest
+        passes = (
+            request.numbers[child] * (total * share)
+            < (float(p.weights[row, draft]) * float(p.inverse[row]) - debt * share) * rest
+        )
         if passes_first(request, row, child) if rejected < 0 or request.is_greedy else passes:
-            return child, rejected, carry
-        sum_left = torch.tensor([rest + total], dtype=torch.float64)
-        carry = 1.0 if rejected < 0 else float(carry * rest * reciprocal(sum_left))
+            return child, rejected, debt
+        debt = 1.0 if rejected < 0 else debt + total * float(reciprocal(torch.tensor([rest], dtype=torch.float64)))
         rejected, spent = child, spent + int(q.weights[child, draft])
-    return -1, rejected, carry
+    return -1, rejected, debt
 
 
 def passes_first(request: Request, row: int, child: int) -> bool:

@@ -213,8 +213,8 @@ class Walk(NamedTuple):
     """int64, the child to test next; K for none."""
     rejected: Tensor
     """int64, the last of the children that were rejected; -1 for none."""
-    carry: Tensor
-    """float64, c of the residual ``relu(c * p - q)`` that their rejections leave."""
+    debt: Tensor
+    """float64, b of the residual ``relu(p - b * q)`` that their rejections leave; 0 for none."""
     spent: Tensor
     """int64, their weight in q."""
     row_ids: Tensor
@@ -254,35 +254,36 @@ def judge_nodes(
     is_possible = is_token & weighed.is_possible & (is_greedy | ~is_again)
     nothing = torch.full_like(requests.slots, -1)
     child = _next_child(tree, layout, nothing, nothing)
-    one, zero = torch.ones_like(nothing, dtype=torch.float64), torch.zeros_like(nothing)
-    walk = Walk(nothing, child, nothing, one, zero, *_walked_rows(nothing, child, layout))
+    debt, zero = torch.zeros_like(nothing, dtype=torch.float64), torch.zeros_like(nothing)
+    walk = Walk(nothing, child, nothing, debt, zero, *_walked_rows(nothing, child, layout))
     return Nodes(weighed, numbers, is_possible, is_greedy & (weighed.w > 0.0)), walk
 
 
 def walk_on(walk: Walk, sums: Tensor, nodes: Nodes, tree: Tree, layout: Layout) -> Walk:
-    """The walk after one test more; ``sums`` are parts of ``relu(c * p - q)`` of the rows, int64 ``[N, n]``."""
-    # With q' what the children before leave of q, 1 - Q of it, and T the residual's sum, a child is accepted with the
-    # probability ((c p - q) / T) / (q / (1 - Q)). If it is not, relu(p' - q') is relu of c p - q (1 + T / (1 - Q)), so
-    # one number a row says what is left after any number of children: c (1 - Q) / (1 - Q + T).
+    """The walk after one test more; ``sums`` are parts of ``relu(p - b * q)`` of the rows, int64 ``[N, n]``."""
+    # With 1 - Q what the children before leave of q, and T the residual's sum, a child is accepted with the probability
+    # ((p - b q) / T) / (q / (1 - Q)). If it is not, the two laws differ as p and (b + T / (1 - Q)) q do, so one number
+    # says what is left after any number of children. T is the probability of so many rejections: an error of T counts
+    # no more than as often as it is made.
     count = tree.depths.shape[1]
     at = walk.child.clamp(max=count - 1)
     weighed, u, is_possible, is_sure = take_nodes(nodes, at)
     total = sums.sum(-1).to(torch.float64) * (1.0 / UNIT)
     rest = (weighed.q.total - walk.spent).to(torch.float64) * weighed.q.inverse
     q = weighed.m.to(torch.float64) * weighed.q.inverse
-    left = weighed.w.to(torch.float64) * (walk.carry * weighed.own.inverse) - q
+    left = weighed.w.to(torch.float64) * weighed.own.inverse - walk.debt * q
     is_first = walk.rejected < 0
     passes = torch.where(is_first, u * weighed.theirs < weighed.mine, u * (total * q) < left * rest) | is_sure
     is_judged = (walk.child < count) & is_possible
     accepts, rejects = is_judged & passes, is_judged & ~passes
-    carry = torch.where(is_first, 1.0, walk.carry * rest * reciprocal(rest + total))
+    debt = torch.where(is_first, 1.0, walk.debt + total * reciprocal(rest))
     node = torch.where(accepts, at, walk.node)
     child = _next_child(tree, layout, node, torch.where(walk.child < count, at, count))
     return Walk(
         node,
         child,
         torch.where(accepts, -1, torch.where(rejects, at, walk.rejected)),
-        torch.where(accepts, 1.0, torch.where(rejects, carry, walk.carry)),
+        torch.where(accepts, 0.0, torch.where(rejects, debt, walk.debt)),
         torch.where(accepts, 0, walk.spent + torch.where(rejects, weighed.m.to(torch.int64), 0)),
         *_walked_rows(node, child, layout),
     )
@@ -349,7 +350,7 @@ def final_of_walk(
         rows=gather_rows(last, stream=torch.where(rejected >= 0, RESIDUAL, TARGET)),
         law=take(law, walk.row_ids),
         proposed=proposed_of(proposed, proposals),
-        carry=walk.carry,
+        carry=torch.where(walk.debt > 1.0, reciprocal(walk.debt), 1.0),
         status=status,
     )
     return final, node_ids, tokens

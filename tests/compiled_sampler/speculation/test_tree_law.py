@@ -131,13 +131,13 @@ def test_siblings_of_another_law_are_detected():
     assert 0.5 * float((emitted - p).abs().sum()) > DETECTED
 
 
-@pytest.mark.parametrize("name", ["spent", "carry"])
+@pytest.mark.parametrize("name", ["spent", "debt"])
 def test_a_walk_that_forgets_what_rejected_siblings_took_is_detected(monkeypatch, name):
     walk_on = trees.walk_on
 
     def forgetful(walk: trees.Walk, *others: Any) -> trees.Walk:
         after = walk_on(walk, *others)
-        return after._replace(**{name: torch.full_like(getattr(after, name), name == "carry")})
+        return after._replace(**{name: torch.full_like(getattr(after, name), name == "debt")})
 
     monkeypatch.setattr(pipeline, "walk_on", forgetful)
     emitted, p = law_of_a_token("plain", 4, 3)
