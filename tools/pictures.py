@@ -1,9 +1,10 @@
-"""How long does a call take beside the fastest peer, as a picture? Draws docs/pictures/speed.png.
+"""How long does a call take beside the fastest peer, and what do trees of drafts give? Draws docs/pictures/*.png.
 
-    python -m tools.pictures [--results FOLDER] [--picture FILE.png]
+    python -m tools.pictures [--results FOLDER] [--pictures FOLDER]
 
-A panel for each case, with three lines: this library, its floor, and the fastest peer that draws from the law of the
-case. Needs matplotlib: ``pip install 'compiled-sampler[plot]'``.
+``speed.png`` has a panel for each case, with three lines: this library, its floor, and the fastest peer that draws from
+the law of the case. ``trees.png`` has one for each way of drafting, with a line for each number of children.
+Needs matplotlib: ``pip install 'compiled-sampler[plot]'``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 from tools.readme import ROOT, Cell, cells_of, stored_peers
 
 _COLUMNS = 5
+_WIDTHS = "#8a8a8a", "#c2410c", "#0b62c4"
 _OURS, _PEER, _FLOOR = "#0b62c4", "#c2410c", "#8a8a8a"
 
 
@@ -89,13 +91,38 @@ def _panel(axes: Any, line: Line) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def draw_trees(stored: dict[str, Any], picture: Path) -> None:
+    """Write the picture of tokens a step by depth, from the file of ``tools.trees``: a panel for each drafter."""
+    from matplotlib.figure import Figure
+
+    # With one child a node the two shapes are one, which is stored as a comb.
+    records = [each for each in stored["records"] if each["law"] == "temperature 1"]
+    records = [each for each in records if each["shape"] == "full" or each["width"] == 1]
+    drafters = list(dict.fromkeys(each["drafter"] for each in records))
+    figure = Figure(figsize=(2.6 * len(drafters), 2.8), layout="constrained", facecolor="white")
+    for axes, drafter in zip(figure.subplots(1, len(drafters), sharey=True), drafters, strict=True):
+        for record, color in zip((each for each in records if each["drafter"] == drafter), _WIDTHS, strict=True):
+            by_depth = record["tokens_per_step"]
+            label = f"{record['width']} of each node"
+            axes.plot([int(depth) for depth in by_depth], by_depth.values(), color=color, marker="o", label=label)
+        axes.set_title(drafter.replace(", multi-round", ",\nmulti-round"), fontsize=9)
+        axes.set_xlabel("depth", fontsize=8)
+        axes.grid(visible=True, alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[0].set_ylabel("tokens a step", fontsize=9)
+    figure.axes[2].legend(title="children", frameon=False, fontsize=8, title_fontsize=8)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=110)
+
+
 def main() -> None:
     """Read, draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "tools" / "results")
-    parser.add_argument("--picture", type=Path, default=ROOT / "docs" / "pictures" / "speed.png")
+    parser.add_argument("--pictures", type=Path, default=ROOT / "docs" / "pictures")
     options = parser.parse_args()
-    draw(lines(options.results), options.picture)
+    draw(lines(options.results), options.pictures / "speed.png")
+    draw_trees(json.loads((options.results / "trees.json").read_text()), options.pictures / "trees.png")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The picture of times: drawn from what is stored, one line for each case that a peer was measured for."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,4 +24,11 @@ def test_the_picture_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "folder" / "speed.png"
     pictures.draw(pictures.lines(RESULTS), picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_of_trees_is_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "trees.png"
+    pictures.draw_trees(json.loads((RESULTS / "trees.json").read_text()), picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
