@@ -123,7 +123,7 @@ class Verification:
         if not isinstance(self.trees, bool):
             raise TypeError(f"trees must be a bool, got {self.trees!r}; True prepares verify(parents=...)")
         if self.trees:
-            check_tree_rule(self.rule)
+            check_tree_rule(self.rule, self.drafts)
         if self.rule == "match" and self.drafts != "one_hot":
             raise ValueError(f"rule 'match' never looks at what drafts were drawn from, got drafts={self.drafts!r}")
 
@@ -139,12 +139,17 @@ def check_rule(rule: str) -> None:
     check_choice("rule", rule, RULES, way_out)
 
 
-def check_tree_rule(rule: str) -> None:
-    """Raise unless a rule verifies trees of drafts."""
-    if rule != "match":
+def check_tree_rule(rule: str, drafts: str) -> None:
+    """Raise unless a rule verifies trees of drafts, of proposals in the form ``drafts``."""
+    if rule == "block":
         raise ValueError(
-            f"rule must be 'match' for trees of drafts, got {rule!r}, which judges one chain; rule='match', or drafts "
+            "rule must be 'match' or 'rejection' for trees of drafts, got 'block', which judges one chain; or drafts "
             "without parents"
+        )
+    if rule == "rejection" and drafts == "one_hot":
+        raise ValueError(
+            "rule 'rejection' needs draft_logits or draft_probs for trees of drafts, got one-hot drafts; rule='match' "
+            "accepts such drafts as often and keeps the stream"
         )
 
 

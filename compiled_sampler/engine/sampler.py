@@ -28,7 +28,7 @@ from compiled_sampler.engine.drafts import ONE_HOT, Draft, DraftCache, Proposals
 from compiled_sampler.engine.plan import Plan, check_has_boundary, check_has_drafts, check_has_positions, padded_parents
 from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
-from compiled_sampler.engine.requests.edit_slots import EditSlots, checked_sizes
+from compiled_sampler.engine.requests.edit_slots import EditSlots, checked_edit_sizes
 from compiled_sampler.engine.requests.slots import new_seed
 from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
@@ -124,7 +124,7 @@ class Sampler(RequestHolder):
         custom_edits = checked_custom_edits(edits, self.vocab_size, length)
         most, modes = self.max_num_requests, mode_table(self.vocab_size, top_p_base)
         self._custom = CustomEditSet(custom_edits, self.vocab_size, device, most)
-        slots = EditSlots(most, self.vocab_size, checked_sizes(edit_sizes), length, device, self._custom)
+        slots = EditSlots(most, self.vocab_size, checked_edit_sizes(edit_sizes), length, device, self._custom)
         sizes = (BucketLadder.doubling(most) if buckets is None else BucketLadder.of(buckets)).sizes
         super().__init__(modes, most, device, default_generator, slots, sizes[-1])
         self.logits_dtype, self.top_p_base = logits_dtype, top_p_base
@@ -310,9 +310,10 @@ class Sampler(RequestHolder):
             coupled: True uses the target's noise, so that the rule "match" accepts more drafts; False uses independent
                 noise, which the rules "rejection" and "block" need.
             offset: number of drafts of the same block before this one; it keys the noise of an uncoupled draft.
-            width: w, siblings of a tree: the tokens ``[N, w]`` are the w best of the race that a coupled draft wins,
-                the best first, and -1 where filters keep fewer; of a greedy request the w first of the order. Nothing
-                is written into the history. Pass ``token_ids`` to ``verify``, not the handle. None for one draft.
+            width: w, siblings of a tree: the tokens ``[N, w]`` are the w best of the race that the draft wins, the best
+                first, which are w draws without replacement, and -1 where filters keep fewer; of a greedy request the w
+                first of the order. Nothing is written into the history or a draft cache. Pass ``token_ids`` to
+                ``verify``, not the handle, and for "rejection" ``draft_logits``. None for one draft.
             token_bitmask: as in ``sample``; ``verify`` must get the same for the row that judges the draft.
             edit_inputs: as in ``sample``, the same for ``verify`` too.
 
@@ -329,7 +330,7 @@ class Sampler(RequestHolder):
         edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs)
         tensors = {"logits": in_sampler_dtype(draft_logits, self.logits_dtype), "positions": positions, **edit_tensors}
         if width is not None:
-            width = arguments.checked_siblings(width, coupled)
+            width = arguments.checked_siblings(width)
         if not coupled:
             tensors["offsets"] = self._repeated(offset, count)
 
@@ -338,12 +339,18 @@ class Sampler(RequestHolder):
             check_positions(positions, count, self.device)
             self._custom.check_given(plan.edits, edit_tensors, count, self.device)
             step = Step("sample" if coupled else "draft", plan.mode, edits=edits)
-            step = step if width is None else Step("best", plan.mode, edits=edits, num_best=width)
+            step = (
+                step
+                if width is None
+                else Step("best", plan.mode, edits=edits, num_best=width, has_own_noise=not coupled)
+            )
             return self._runner.resolve(step, plan, tensors, None)
 
         key = "draft", plan.mode.name, count, plan.num_drafts is None, plan.replaced, coupled, edits, width
         run = self._calls.run_for(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
-        number = 0 if coupled or self._draft_cache is None else self._draft_cache.claim(plan, offset)
+        number = (
+            0 if coupled or width is not None or self._draft_cache is None else self._draft_cache.claim(plan, offset)
+        )
         drawn: SampleOutputs = run(plan, tensors, None)
         if width is not None:
             drawn = drawn._replace(token_ids=drawn.token_ids.view(count, width))
@@ -390,7 +397,9 @@ class Sampler(RequestHolder):
             parents: of trees of drafts, int64 or int32, padded or flat as ``draft_token_ids``: the earlier draft that
                 each one follows, by its number in the request, or -1 for one that follows the text. Row 0 of a request
                 is then of the text, row j + 1 of the text after draft j and those before it. Wrong ones on the device
-                set ``PARENT_OUT_OF_RANGE``; k_n numbers for each request in lists are checked here. Needs "match".
+                set ``PARENT_OUT_OF_RANGE``; k_n numbers for each request in lists are checked here. "rejection" needs
+                siblings that were drawn without replacement, in their order, from equal rows of ``draft_logits`` or
+                ``draft_probs``; one that comes again sets ``DRAFT_IMPOSSIBLE``. "block" takes no trees.
             draft_probs: float32 ``[sum(k_n), >= V]`` in [0, 1], which the drafts were drawn from; more counts as 1.
             draft_logits: ``[sum(k_n), >= V]`` of the dtypes that ``draft`` takes. Without either, and without handles,
                 the drafts are one-hot.

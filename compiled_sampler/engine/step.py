@@ -36,6 +36,8 @@ class Step:
     """Whether its rows are draws of positions that have several."""
     num_best: int = 0
     """How many of the best tokens of its race a step of the kind "best" returns."""
+    has_own_noise: bool = False
+    """Whether the race of a step of the kind "best" is on the noise of drafts instead of the target's."""
     of_trees: bool = False
     """Whether it verifies trees of drafts."""
 
@@ -49,7 +51,8 @@ class Step:
             return f"{self.mode.name}{' of several draws' if self.reads_draw_index else ''}{edits}"
         count = self.width or self.num_best
         width = f"[{'tree of ' if self.of_trees else ''}{count}]" if count else ""
-        return f"{self.kind}{width} {self.mode.name}{edits}"
+        kind = f"{self.kind} on its own noise" if self.has_own_noise else self.kind
+        return f"{kind}{width} {self.mode.name}{edits}"
 
     @property
     def most_copied(self) -> int:
@@ -95,7 +98,7 @@ class Step:
             inputs[MASK] = BufferSpec((-(-self.mode.vocab_size // 32),), torch.int32, -1, self.width + 1)
         if self.reads_draw_index:
             inputs["draw_index"] = BufferSpec((), torch.int64, 0, also=_ALSO)
-        if self.kind == "draft":
+        if self.kind == "draft" or self.has_own_noise:
             inputs["offsets"] = BufferSpec((), torch.int64, 0)
         if self.kind == "verify":
             inputs["num_drafts"] = BufferSpec((), torch.int64, -1, also=_ALSO, on_host=True)

@@ -106,7 +106,7 @@ class StepExecutor:
         results = self._computed(step, inputs)
         if step.records:
             results = self._recorded(inputs, results)
-        if self._drafts is not None and inputs.offsets is not None:
+        if self._drafts is not None and inputs.offsets is not None and step.kind == "draft":
             self._drafts.write(logits, inputs.slots, inputs.offsets, self._run)
         return results
 
@@ -130,7 +130,8 @@ class StepExecutor:
             edited.logits.masked_fill_(is_uncovered[:, None], -math.inf)
             return edited
         if isinstance(inputs, SampleInputs) and step.kind == "best":
-            return best_step(step.mode, inputs, step.num_best, call if self._is_definition else self._run)
+            run = call if self._is_definition else self._run
+            return best_step(step.mode, inputs, step.num_best, run, inputs.offsets)
         if self._is_definition:
             return by_definition(step.kind, step.mode, inputs)
         if not isinstance(inputs, VerifyInputs) and step.kind == "probabilities":

@@ -136,7 +136,7 @@ class Verifier:
             check_logits(proposals.logits, plan.num_proposals, self._logits, "draft_logits")
         check_drafts(call.token_ids, count, plan.width, plan.num_proposals, device)
         if call.parents is not None:
-            check_tree_rule(rule)
+            check_tree_rule(rule, proposals.forms(rule, plan)[0] if plan.width else "")
             check_drafts(call.parents, count, plan.width, plan.num_proposals, device, "parents")
             if call.parents.shape != call.token_ids.shape:
                 shapes = list(call.token_ids.shape), list(call.parents.shape)

@@ -153,7 +153,7 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, parameters: Param
     _check_rows(rows, "target_probs" if mode.from_probabilities else "logits")
     target, form, draft_token_ids, num_drafts, proposals, parents = rows
     if parents is not None:
-        check_tree_rule(rule)
+        check_tree_rule(rule, "one_hot" if proposals is None else drafts)
         check_tensor("parents", parents, INTEGERS, form.device)
         if parents.shape != draft_token_ids.shape:
             shapes = list(draft_token_ids.shape), list(parents.shape)

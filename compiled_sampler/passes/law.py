@@ -160,13 +160,15 @@ def probabilities(logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: 
     return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
 
 
-def race_order(logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: int, count: int) -> SampleOutputs:
-    """The ``count`` best tokens of each row's race on the target's noise, int64 ``[R, count]``; -1 behind the last."""
+def race_order(
+    logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: int, count: int, stream: int = TARGET
+) -> SampleOutputs:
+    """The ``count`` best tokens of each row's race, int64 ``[R, count]``; -1 behind the last."""
     # Of a greedy row, which keeps one token, it is the first ones of the order.
     cut = law.cut
     assert cut is not None  # rows are logits
     rows, x, ids = (
-        gather_rows(row_slots, stream=TARGET),
+        gather_rows(row_slots, stream=stream),
         row_logits(logits, vocab_size),
         indices(vocab_size, logits.device),
     )

@@ -119,11 +119,16 @@ def edit_and_draw(
     return in_chunks(schedule, run, drawn_chunk, logits, row_slots, noise_slots, edits, given_ids)
 
 
-def best_step(mode: Mode, inputs: SampleInputs, count: int, run: Run = call) -> SampleOutputs:
-    """The ``count`` best tokens of the race of each row, int64 ``[R, count]``, of which ``sample_step`` draws one."""
+def best_step(
+    mode: Mode, inputs: SampleInputs, count: int, run: Run = call, offsets: Tensor | None = None
+) -> SampleOutputs:
+    """The ``count`` best tokens of the race of each row, int64 ``[R, count]``, of which a draw is the first."""
+    # offsets: of drafts with noise of their own, which are ``count`` draws without replacement; None for the target's.
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=inputs.edits is not None)
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
-    noise_slots, static = keyed_by(row_slots, inputs.noise, run), {"vocab_size": mode.vocab_size, "count": count}
+    stream = TARGET if offsets is None else DRAFT
+    noise_slots = keyed_by(row_slots, inputs.noise, run) if offsets is None else row_slots._replace(offsets=offsets)
+    static = {"vocab_size": mode.vocab_size, "count": count, "stream": stream}
 
     def best_of_chunk(
         logits: Tensor, row_slots: RowSlots, noise_slots: RowSlots, edits: EditInputs | None

@@ -26,7 +26,7 @@ from compiled_sampler.core.stage import Run, call, overlap
 from compiled_sampler.edits.recording import cut_at_stop
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import Mode
-from compiled_sampler.passes.law import AnyLaw, Law
+from compiled_sampler.passes.law import AnyLaw, Law, sum_law
 from compiled_sampler.passes.maxima import order_maxima_of
 from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.edits import edited_logits
@@ -58,9 +58,11 @@ from compiled_sampler.speculation.residual import (
     final_winners,
     residual_of_blocks,
     residual_of_candidates,
+    residual_of_walked_blocks,
+    residual_of_walked_candidates,
 )
 from compiled_sampler.speculation.row_layout import Layout
-from compiled_sampler.speculation.trees import Tree, emit_path
+from compiled_sampler.speculation.trees import Tree, emit_path, final_of_walk, judge_nodes, walk_on
 
 
 class _Target(NamedTuple):
@@ -93,7 +95,9 @@ def _verify(mode: Mode, inputs: VerifyInputs, run: Run, draw: Draw) -> VerifyOut
     else:
         with ExitStack() as undo:
             target, proposal = _laws(schedules, inputs, run, undo)
-            outputs, row_logprobs = _judged(schedules, inputs, target, proposal, run)
+            of_tree = inputs.parents is not None and inputs.draft_token_ids.shape[1] > 0
+            judged = _walked if of_tree else _judged
+            outputs, row_logprobs = judged(schedules, inputs, target, proposal, run)
     if inputs.parents is not None and outputs.node_ids is None:  # no request has a draft
         outputs = outputs._replace(node_ids=inputs.parents)
     if inputs.stops is not None:
@@ -148,11 +152,43 @@ def _judged(
     return outputs, emitted_logprobs(schedules.rows, logits, inputs, outputs, run)
 
 
+def _walked(
+    schedules: VerifySchedules, inputs: VerifyInputs, target: _Target, proposal: Proposal, run: Run
+) -> tuple[VerifyOutputs, LogprobOutputs | None]:
+    """``_judged`` of trees by the rule ``rejection``: one test of each request at a time, from the root on."""
+    mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
+    vocab, (logits, layout, law, ordered) = {"vocab_size": mode.vocab_size}, target
+    requests, values = RowSlots(inputs.table, slots, inputs.positions), proposal.values
+    tree = drafted_tree(inputs, run)
+    assert tree is not None
+    assert values is not None
+    law = run(sum_law, law, filters_min_p=mode.filters_min_p)
+    assert proposal.law is not None  # one-hot drafts are refused
+    laws = law, run(sum_law, proposal.law, filters_min_p=mode.filters_min_p)
+    nodes, walk = run(judge_nodes, logits, *laws, values, layout, tree, requests, drafts, **vocab)
+    for _ in range(drafts.shape[1]):
+        rows = walk.row_ids, walk.proposals
+        if ordered is not None:
+            sums = run(residual_of_walked_candidates, ordered, values, *laws, walk.debt, rows, **vocab)
+        else:
+            blocks = schedules.requests.mass.blocks
+            sums = run(residual_of_walked_blocks, logits, values, *laws, walk.debt, rows, **blocks)
+        walk = run(walk_on, walk, sums, nodes, tree, layout)
+    final, node_ids, tokens = run(final_of_walk, walk, nodes, *laws, layout, tree, requests, drafts, **vocab)
+    if ordered is not None:
+        outputs = run(emit_from_final_candidates, ordered, values, final, slots, tokens, **vocab)
+    else:
+        winners = _final_winners(schedules.requests, logits, values, final, run)
+        outputs = run(emit_from_final_blocks, *winners, final, slots, tokens)
+    outputs = outputs._replace(node_ids=node_ids)
+    return outputs, emitted_logprobs(schedules.rows, logits, inputs, outputs, run)
+
+
 def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> tuple[_Target, Proposal]:
     """The target and the proposal, each with its law; the two are independent and may overlap on two streams."""
     # In a chunk they do not: what two streams have read is free only when both are done, and no chunk waits for that.
     mode = schedules.rows.mode
-    target = _judging_target if _has_law_by_draft(mode) else _target
+    target = _judging_target if _has_law_by_draft(mode) and inputs.parents is None else _target
     values = proposed(mode, inputs)
     if values is None:
         return target(schedules, inputs, run, undo), Proposal(None, None)
@@ -178,7 +214,8 @@ def _target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: Ex
     if schedule.mode.from_probabilities:
         return _Target(inputs.logits, layout, probability_law(schedule, inputs.logits, run, looks=True), None)
     row_slots = row_slots_of(layout, inputs)
-    logits = edited_logits(schedule, target_logits(inputs), row_slots, inputs.edits, run, undo)
+    edits, _ = with_paths(schedule.mode, inputs, layout, drafted_tree(inputs, run), run)
+    logits = edited_logits(schedule, target_logits(inputs), row_slots, edits, run, undo)
     return _Target(logits, layout, *chunked_row_law(schedule, logits, row_slots, run))
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, PickedRows, SampleInputs, VerifyInputs, VerifyOutputs
-from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.rows import RowSlots, take
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.tables import EditInputs, NoiseInputs
 from compiled_sampler.logprobs import LogprobOutputs
@@ -30,7 +30,7 @@ from compiled_sampler.speculation.row_layout import (
     row_layout,
     rows_of_drafts,
 )
-from compiled_sampler.speculation.trees import Tree, first_ways, row_paths, tree_of, tree_rows
+from compiled_sampler.speculation.trees import Tree, first_ways, row_paths, tree_of, tree_rows, tree_trials
 
 
 class VerifySchedules(NamedTuple):
@@ -90,7 +90,10 @@ def layout_of(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, tree: 
     mode, searched = schedules.requests.mode, schedules.requests.searches_requests
     static = {"vocab_size": mode.vocab_size, "searched": searched}
     layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **static)
+    tree = drafted_tree(inputs, run) if tree is None else tree
     if tree is not None:
+        if not mode.matches_drafts:
+            layout = layout._replace(trials=run(tree_trials, layout, tree, slots, positions))
         row_slots, row_positions = run(tree_rows, layout, tree, positions)
         layout = layout._replace(slots=row_slots, positions=row_positions)
     count = num_trials(mode, inputs)
@@ -138,7 +141,8 @@ def edits_of_rows(edits: EditInputs, row_ids: Tensor) -> EditInputs:
     """What edits of a copy of some rows read, int64 ``[n]`` of those that the edits have tensors for."""
     mask = edits.token_bitmask
     rows = None if mask is None else mask[row_ids]
-    return EditInputs(edits.tables, rows, custom=edits.custom, given=tuple(values[row_ids] for values in edits.given))
+    given, paths = tuple(values[row_ids] for values in edits.given), take(edits.paths, row_ids)
+    return EditInputs(edits.tables, rows, custom=edits.custom, given=given, paths=paths)
 
 
 def proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | PickedRows | DraftTable | None:
@@ -219,6 +223,7 @@ def _edited_proposal(
 ) -> Proposal:
     """The proposals ``[D, >=V]`` after edits, which read the position and the history of each draft, and their law."""
     schedule, layout = schedules.drafts, layout_of(schedules, inputs, run)
+    edits = with_paths(schedule.mode, inputs, layout, drafted_tree(inputs, run), run)[0] or edits
     row_slots = trial_slots_of(layout, inputs)
     logits = edited_logits(schedule, values, row_slots, edits_of_drafts(layout, edits), run)
     return Proposal(logits, chunked_row_law(schedule, logits, row_slots, run)[0])

@@ -104,9 +104,55 @@ def in_range(index: Tensor, values: Tensor) -> Tensor:
     return index.clamp(0, values.shape[0] - 1)
 
 
-def accept_number(table: AnyTable, slots: Tensor, positions: Tensor, offsets: Tensor) -> Tensor:
+def accept_number(
+    table: AnyTable, slots: Tensor, positions: Tensor, offsets: Tensor, siblings: Tensor | None = None
+) -> Tensor:
     """The uniform numbers that drafts are tested with, float64 ``[n]``, keyed by each draft's offset in its block."""
-    return uniform(noise_keys(table.seeds[slots.clamp(min=0)], positions, ACCEPT, offsets))
+    # siblings: how many siblings of a tree stand before each draft; None for 0.
+    return uniform(noise_keys(table.seeds[slots.clamp(min=0)], positions, ACCEPT, offsets, siblings))
+
+
+class Weighed(NamedTuple):
+    """Drafts in the two laws that their tests compare."""
+
+    w: Tensor
+    """float32 ``[D]``, the weight in the target's law."""
+    m: Tensor
+    """float32 ``[D]``, the weight in the law that the draft was drawn from."""
+    own: Law
+    """Of the target ``[D]``."""
+    q: Law
+    """Of the proposals ``[D]``."""
+    is_possible: Tensor
+    """bool ``[D]``, see ``Judged``."""
+
+    @property
+    def mine(self) -> Tensor:
+        """``w * M``, float64 ``[D]``; M is the proposal's total."""
+        return self.w.to(torch.float64) * self.q.total.to(torch.float64)
+
+    @property
+    def theirs(self) -> Tensor:
+        """``m * W``, float64 ``[D]``; W is the target's total."""
+        return self.m.to(torch.float64) * self.own.total.to(torch.float64)
+
+
+def weighed_drafts(
+    logits: Tensor, own: Law, proposed: Law | None, values: Tensor | CachedRows | None, layout: Layout, table: AnyTable,
+    *, vocab_size: int,
+) -> Weighed:  # fmt: skip
+    """The weights of every draft ``[D]`` in the laws ``own`` of the rows that judge them, and ``proposed``."""
+    trials = layout.trials
+    drafts = trials.drafts
+    draft = drafts.clamp(min=0)[:, None]
+    ids = draft.to(torch.int32)
+    w = weight_units(gather_logits_of(logits, trials.row_ids, draft, vocab_size), ids, own.cut)[:, 0]
+    proposed_values = None if values is None else drafted_at(values, draft, vocab_size)
+    m = proposal_weight(proposed_values, ids, draft, proposed)[:, 0]
+    possible = m > 0.0
+    if own.cut is not None:  # a greedy request accepts its own token, whatever the proposals: as without a batch
+        possible = possible | (table.noise_mask[trials.slots.clamp(min=0)] == 0)
+    return Weighed(w, m, own, proposal_law(proposed, drafts), possible)
 
 
 def judge_drafts(
@@ -126,23 +172,13 @@ def judge_drafts(
     law = sum_law(law, filters_min_p=filters_min_p)
     proposed = None if proposal.law is None else sum_law(proposal.law, filters_min_p=filters_min_p)
     trials = layout.trials
-    drafts = trials.drafts
     own = law if by_draft else take(law, trials.row_ids)
-    draft = drafts.clamp(min=0)[:, None]
-    ids = draft.to(torch.int32)
-    w = weight_units(gather_logits_of(logits, trials.row_ids, draft, vocab_size), ids, own.cut)[:, 0]
-    proposed_values = None if proposal.values is None else drafted_at(proposal.values, draft, vocab_size)
-    m = proposal_weight(proposed_values, ids, draft, proposed)[:, 0]
-    q = proposal_law(proposed, drafts)
-    mine = w.to(torch.float64) * q.total.to(torch.float64)
-    theirs = m.to(torch.float64) * own.total.to(torch.float64)
-    possible = m > 0.0
-    if own.cut is not None:  # a greedy request accepts its own token, whatever the proposals: as without a batch
-        possible = possible | (table.noise_mask[trials.slots.clamp(min=0)] == 0)
-    exists = (drafts >= 0) & possible & (mine > 0.0)
+    weighed = weighed_drafts(logits, own, proposed, proposal.values, layout, table, vocab_size=vocab_size)
+    mine, theirs = weighed.mine, weighed.theirs
+    exists = (trials.drafts >= 0) & weighed.is_possible & (mine > 0.0)
     u = accept_number(table, trials.slots, trials.positions, trials.offsets)
     ratio = torch.where(exists, draft_ratio(mine, theirs), 0.0) if rates else None
-    return Judged(exists & (u * theirs < mine), ratio, possible, law, proposed)
+    return Judged(exists & (u * theirs < mine), ratio, weighed.is_possible, law, proposed)
 
 
 def draft_ratio(mine: Tensor, theirs: Tensor) -> Tensor:

@@ -78,12 +78,18 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
         table = inputs.draft_table if mode.drafts == PROCESSED and inputs.draft_table is not None else inputs.table
         parameters = gather_rows(RowSlots(table, slots[:count], positions[:count]), stream=TARGET)
         proposed = reference.weights(proposals, parameters, base_is_row=mode.base_is_row)
+    places, siblings = offsets[:count], torch.zeros(count, dtype=torch.int64, device=x.device)
+    for node, parent in enumerate(parents or []):
+        siblings[node] = sum(parents[each] == parent and int(depths[each + 1]) > 0 for each in range(node))  # type: ignore[index]
+    if parents is not None:
+        places = (depths[1:] - 1).clamp(min=0)
+    numbers = accept_number(inputs.table, slots[:count], inputs.positions[n] + places, places, siblings)
     return Request(
         p=_laws(weights),
         q=_laws(proposed),
         drafts=drafts,
         possible=[is_greedy or draft < 0 or int(row[draft]) > 0 for row, draft in zip(proposed, drafts, strict=True)],
-        numbers=accept_number(inputs.table, slots, positions, offsets)[:count].tolist(),
+        numbers=numbers.tolist(),
         kept=kept,
         logarithms=logarithms,
         noise={TARGET: drawn_noise(target, ids, x), RESIDUAL: drawn_noise(rest, ids, x)},
@@ -152,7 +158,9 @@ _NONE = RowStatus(0)
 def verify(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
     """Accept the drafts of every request as far as the mode's rule does, and draw one token more."""
     width, rules = inputs.draft_token_ids.shape[1], {"match": match, "rejection": rejection, "block": block}
-    rule = rules[mode.rule] if inputs.parents is None else match_tree
+    if inputs.parents is not None:
+        rules = {"match": match_tree, "rejection": rejection_tree if mode.draws else match_tree}
+    rule = rules[mode.rule]
     outcomes = [_IDLE[item] if isinstance(item, int) else rule(item) for item in requests_of(mode, inputs)]
     token_ids = [[*result.token_ids, *[-1] * (width + 1 - len(result.token_ids))] for result in outcomes]
     paths = [[*result.node_ids, *[-1] * (width - len(result.node_ids))] for result in outcomes]
@@ -204,6 +212,82 @@ def match_tree(request: Request) -> Outcome:
     if any(not -1 <= parent < node for node, parent in enumerate(request.parents)):
         flags |= RowStatus.PARENT_OUT_OF_RANGE
     return outcome(emitted, len(path), [True] * len(passed), own[node + 1], flags, path)
+
+
+def rejection_tree(request: Request) -> Outcome:
+    """From the root, go to the first child that passes a test of what the children before it left of p and q.
+
+    Of p they leave ``relu(p - q)``, of q what they are not: Jeon et al., arXiv 2402.14160. That is ``relu(p - b q)``
+    with one number b, as no child comes twice.
+    """
+    assert request.parents is not None
+    judged, flags = judged_nodes(request)
+    node, path = -1, list[int]()
+    while True:
+        children = [child for child in judged if request.parents[child] == node]
+        accepted, rejected, debt = first_accepted(request, node + 1, children)
+        if accepted < 0:
+            break
+        node = accepted
+        path.append(node)
+    passed = [True for child in judged if passes_first(request, request.parents[child] + 1, child)]
+    emitted = request._replace(drafts=[request.drafts[each] for each in path])
+    emitted = emitted._replace(flags=[request.flags[row] for row in (0, *(each + 1 for each in path))])
+    if rejected < 0 or request.is_greedy:
+        token = draw(request, node + 1, TARGET if rejected < 0 else RESIDUAL)
+        return outcome(emitted, len(path), passed, token, flags, path)
+    carry = float(reciprocal(torch.tensor([debt], dtype=torch.float64))) if debt > 1.0 else 1.0
+    left = residual(request, node + 1, carry, torch.float32, rejected)
+    left[request.drafts[rejected]] = 0.0  # what was rejected has no residual
+    if not (left > 0.0).any():
+        flags |= RowStatus.ZERO_RESIDUAL
+    return outcome(emitted, len(path), passed, draw(request, node + 1, RESIDUAL, left), flags, path)
+
+
+def judged_nodes(request: Request) -> tuple[list[int], RowStatus]:
+    """The nodes that can have been drawn where they stand, and the flags of those that cannot."""
+    parents, drafts, depths = request.parents or [], request.drafts, depths_of(request.parents or [])
+    judged, flags = list[int](), _NONE if -1 not in drafts else RowStatus.DRAFT_OUT_OF_RANGE
+    for node, parent in enumerate(parents):
+        if not depths[node + 1]:
+            flags |= _NONE if -1 <= parent < node else RowStatus.PARENT_OUT_OF_RANGE
+            continue
+        before = [drafts[each] for each in range(node) if parents[each] == parent and depths[each + 1]]
+        is_possible = request.possible[node] and (request.is_greedy or drafts[node] not in before)
+        if drafts[node] >= 0 and is_possible:
+            judged.append(node)
+        elif drafts[node] >= 0:
+            flags |= RowStatus.DRAFT_IMPOSSIBLE
+    return judged, flags
+
+
+def first_accepted(request: Request, row: int, children: Sequence[int]) -> tuple[int, int, float]:
+    """The first child of a row that is accepted, or -1; the last that is rejected, or -1; and b of the residual."""
+    p, q, rejected, debt, spent = request.p, request.q, -1, 0.0, 0
+    for child in children:
+        draft, inverse = request.drafts[child], q.inverse[child]
+        left = p.weights[row].to(torch.float64) * p.inverse[row]
+        left = left - q.weights[child].to(torch.float64) * (debt * inverse)
+        total = float((torch.where(left > 0.0, left, 0.0) * UNIT).to(torch.int64).sum()) / UNIT
+        rest = float((q.total[child] - spent).to(torch.float64) * inverse)
+        share = float(q.weights[child, draft].to(torch.float64) * inverse)
+        passes = (
+            request.numbers[child] * (total * share)
+            < (float(p.weights[row, draft]) * float(p.inverse[row]) - debt * share) * rest
+        )
+        if passes_first(request, row, child) if rejected < 0 or request.is_greedy else passes:
+            return child, rejected, debt
+        debt = 1.0 if rejected < 0 else debt + total * float(reciprocal(torch.tensor([rest], dtype=torch.float64)))
+        rejected, spent = child, spent + int(q.weights[child, draft])
+    return -1, rejected, debt
+
+
+def passes_first(request: Request, row: int, child: int) -> bool:
+    """Whether a child of a row is accepted as the first of its siblings."""
+    p, q, draft = request.p, request.q, request.drafts[child]
+    mine = float(p.weights[row, draft]) * float(q.total[child])
+    theirs = float(q.weights[child, draft]) * float(p.total[row])
+    return request.numbers[child] * theirs < mine
 
 
 def rejection(request: Request) -> Outcome:
@@ -265,11 +349,12 @@ def prefix_passes(request: Request, row: int, carry: float) -> bool:
     return u * (total + (1.0 - carry) * UNIT) < total
 
 
-def residual(request: Request, row: int, carry: float, dtype: torch.dtype) -> Tensor:
+def residual(request: Request, row: int, carry: float, dtype: torch.dtype, child: int | None = None) -> Tensor:
     """``carry * p - q`` of every token: ``[V]`` of the dtype that it is computed in."""
-    p, q = request.p, request.q
+    # child: the draft whose proposal q is, in a tree; None for the one that the row judges.
+    p, q, draft = request.p, request.q, row if child is None else child
     target = p.weights[row].to(dtype) * (carry * p.inverse[row]).to(dtype)
-    return target - q.weights[row].to(dtype) * q.inverse[row].to(dtype)
+    return target - q.weights[draft].to(dtype) * q.inverse[draft].to(dtype)
 
 
 def ended(request: Request, num_accepted: int, passed: Sequence[bool], carry: float) -> Outcome:

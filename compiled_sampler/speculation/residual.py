@@ -32,9 +32,9 @@ from compiled_sampler.core.order import (
     ranked_key,
     score_order,
 )
-from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows
+from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows, take
 from compiled_sampler.core.score import admitted, drawn_noise, in_any_mode, noise_of, raced_bits
-from compiled_sampler.passes.blocks import logit_blocks, rows_in_blocks, rows_in_windows
+from compiled_sampler.passes.blocks import gather_logits_of, logit_blocks, own_tokens, rows_in_blocks, rows_in_windows
 from compiled_sampler.passes.kept import unpacked, weight_units
 from compiled_sampler.passes.law import Law, LawBlocks, sum_law
 from compiled_sampler.passes.maxima import first_of, nan_bits_of
@@ -42,6 +42,7 @@ from compiled_sampler.passes.race import tokens_from_keys
 from compiled_sampler.speculation.acceptance import (
     UNIT,
     Judged,
+    in_range,
     proposal_law,
     proposal_weight,
     proposed_at,
@@ -138,6 +139,43 @@ def residual_of_blocks(
     if values is not None:
         values = rows_in_blocks(*rows_at(values, layout.proposals), vocab_size, block)
     return _residual_sum(x, values, ids, judged, carry, layout)
+
+
+def residual_of_walked_candidates(
+    ordered: Tensor, values: Tensor | CachedRows, law: Law, proposed: Law, debt: Tensor, rows: tuple[Tensor, Tensor],
+    *, vocab_size: int,
+) -> Tensor:  # fmt: skip
+    """The residual sum of some rows over their candidates, int64 ``[N, 1]``; ``rows``: of target and proposals."""
+    row_ids, proposals = rows
+    ordered = ordered[row_ids]
+    x, ids = key_float(packed_key(ordered)), packed_id(ordered)
+    m = gather_logits_of(*rows_at(values, proposals), ids, vocab_size)
+    return _sum_left(
+        x, m, ids.to(torch.int32), take(law, row_ids), take(proposed, in_range(proposals, proposed.total)), debt
+    )[:, None]
+
+
+def residual_of_walked_blocks(
+    logits: Tensor, values: Tensor | CachedRows, law: Law, proposed: Law, debt: Tensor, rows: tuple[Tensor, Tensor],
+    *, vocab_size: int, block: int,
+) -> Tensor:  # fmt: skip
+    """The residual sum of each block of some rows, int64 ``[N, B]``; arguments as for candidates."""
+    row_ids, proposals = rows
+    x, ids = rows_in_windows(logits, row_ids, vocab_size, block)
+    m, _ = rows_in_windows(*rows_at(values, proposals), vocab_size, block)
+    parts = (take(law, row_ids), take(proposed, in_range(proposals, proposed.total)), debt)
+    return _sum_left(x, m, ids, *parts, own_tokens(ids, block))
+
+
+def _sum_left(
+    x: Tensor, m: Tensor, ids: Tensor, law: Law, proposed: Law, debt: Tensor, own: Tensor | None = None
+) -> Tensor:
+    """The sum of ``relu(p - debt * q)`` along the last dimension, in units of ``1 / UNIT``."""
+    p = weight_units(x, ids, law.cut).to(torch.float64) * expand_to(law.inverse, x)
+    q = weight_units(m, ids, proposed.cut).to(torch.float64) * expand_to(debt * proposed.inverse, x)
+    left = p - q
+    keep = left > 0.0 if own is None else (left > 0.0) & own
+    return (torch.where(keep, left, 0.0) * UNIT).to(torch.int64).sum(-1)
 
 
 def draw_from_final_candidates(ordered: Tensor, values: Values, final: Final, *, vocab_size: int) -> SampleOutputs:

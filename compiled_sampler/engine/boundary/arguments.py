@@ -343,16 +343,11 @@ def checked_draw_index(value: object) -> int:
     return index
 
 
-def checked_siblings(width: int, coupled: bool) -> int:
+def checked_siblings(width: int) -> int:
     """The number of siblings that ``draft`` is asked for as a Python int."""
     count = checked_int("width", width, "None for one draft")
     if not 1 <= count <= MOST_DRAFTS:
         raise ValueError(f"width must be in [1, {MOST_DRAFTS}], got {count}; it counts siblings of a tree")
-    if not coupled:
-        raise ValueError(
-            "width must be None with coupled=False: rules that need noise of the drafts' own judge one chain; "
-            "coupled=True"
-        )
     return count
 
 

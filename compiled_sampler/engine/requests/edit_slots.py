@@ -230,7 +230,7 @@ class EditSlots:
 _ALIGNED = 16  # words; kernels clone what is not aligned
 
 
-def checked_sizes(sizes: EditSizes | None) -> EditSizes:
+def checked_edit_sizes(sizes: EditSizes | None) -> EditSizes:
     """The sizes that a caller gave, or the default."""
     if sizes is not None and not isinstance(sizes, EditSizes):
         raise TypeError(f"edit_sizes must be EditSizes, got {type(sizes).__name__}; EditSizes(biases=...)")

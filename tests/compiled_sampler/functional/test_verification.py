@@ -170,7 +170,15 @@ def test_trees_are_those_of_a_sampler():
     made = verify(logits, drafts, parents=parents.to(torch.int32), **given)
     assert same(made, sampler.verify(plan, logits, drafts, positions, parents=parents))
     assert made.num_accepted.sum() > 0
-    with pytest.raises(ValueError, match="rule must be 'match' for trees"):
+    draft_logits = 2.0 * torch.randn(count, nodes, 50, generator=generator)
+    for first in (0, 2, 4):  # siblings
+        draft_logits[:, first + 1] = draft_logits[:, first]
+    of_rejection = {"rule": "rejection", "draft_logits": draft_logits.flatten(0, 1), "parents": parents}
+    made = verify(logits, drafts, **of_rejection, **given)
+    assert same(made, sampler.verify(plan, logits, drafts, positions, **of_rejection))
+    with pytest.raises(ValueError, match="rule must be 'match' or 'rejection' for trees"):
         verify(logits, drafts, parents=parents, rule="block", **given)
+    with pytest.raises(ValueError, match="accepts such drafts as often"):
+        verify(logits, drafts, parents=parents, rule="rejection", **given)
     with pytest.raises(ValueError, match=r"parents must be \[4, 6\] like draft_token_ids, got \[4, 5\]"):
         verify(logits, drafts, parents=parents[:, 1:], **given)

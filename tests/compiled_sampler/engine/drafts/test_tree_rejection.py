@@ -1,0 +1,192 @@
+"""Trees under the rule ``rejection``: the definition's bits on every path, and the target's law from draft to token."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification, VerifyOutputs
+from tests.builders.edits import EDITS, V, edited_sampler, hard_logits, random_mask, random_request
+from tests.builders.sampler import nothing_compiles, replay_recordings, same
+from tests.builders.trees import KINDS, NODES, random_parents
+from tests.tiers import tiers
+
+WAY = Verification("rejection", NODES, drafts="logits", trees=True)
+LAW_EDITS = tuple(each for each in EDITS if each != "watermark")
+
+
+@dataclass
+class Batch:
+    """Requests, trees, and logits of target and drafter."""
+
+    requests: list[Any]
+    parents: list[list[int]]
+    drafts: Tensor
+    logits: Tensor
+    draft_logits: Tensor
+    masks: Tensor | None
+
+    @property
+    def counts(self) -> list[int]:
+        """Nodes of each request."""
+        return [len(tree) for tree in self.parents]
+
+
+def batch_of(seed: int, kind: str = "", edits: Any = (), of_mode: dict[str, Any] | None = None) -> Batch:
+    """A random batch; some drafts are no tokens, some come twice, and garbage trees have any parents."""
+    source = random.Random(f"{seed} {kind} {edits}")
+    requests = [random_request(source, V, edits) for _ in range(6)]
+    for request in requests:
+        request.given.pop("watermark_tokens", None)
+        request.given.update(of_mode or {})
+    parents = [random_parents(source, source.randrange(1, NODES + 1), kind or source.choice(KINDS)) for _ in requests]
+    count = sum(map(len, parents))
+    logits = hard_logits(source, count + len(requests))
+    noise = torch.randn(count, V, generator=torch.Generator().manual_seed(seed))
+    rows, draft_logits, start = list[int](), list[Tensor](), 0
+    for tree in parents:  # siblings are of one law, close to the target's at their parent
+        rows += [start + 1 + parent if -1 <= parent < node else start for node, parent in enumerate(tree)]
+        start += len(tree) + 1
+    draft_logits = [logits[row] + noise[rows.index(row)] for row in rows]
+    drafts = torch.randint(-1, V + 1, (len(parents), NODES), generator=torch.Generator().manual_seed(seed))
+    flat = iter(rows)
+    for n, tree in enumerate(parents):
+        for node in range(len(tree)):
+            likely = draft_logits[rows.index(next(flat))].nan_to_num().topk(3).indices.tolist()
+            if source.random() < 0.8:
+                drafts[n, node] = source.choice(likely)
+    masks = random_mask(source, count + len(requests), V) if edits and seed % 2 else None
+    return Batch(requests, parents, drafts, logits, torch.stack(draft_logits), masks)
+
+
+def verified(sampler: Sampler, batch: Batch, *, chain: bool = False, **options: Any) -> VerifyOutputs:
+    """The results of a batch, whose requests are added and removed."""
+    slots = [each.added(sampler) for each in batch.requests]
+    plan = sampler.plan(slots, num_drafts=batch.counts)
+    if not chain:
+        options["parents"] = torch.tensor([[*tree, *[5] * (NODES - len(tree))] for tree in batch.parents])
+    if batch.masks is not None:
+        options["token_bitmask"] = batch.masks
+    positions = torch.tensor([each.position for each in batch.requests])
+    options = {"draft_logits": batch.draft_logits, **options}
+    made = sampler.verify(plan, batch.logits, batch.drafts, positions, "rejection", **options)
+    for slot in slots:
+        sampler.remove_request(slot)
+    return made
+
+
+@pytest.mark.parametrize("edits", [(), LAW_EDITS], ids=["plain", "edits"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_definition_has_every_bit_of_the_stages(kind, edits):
+    eager, reference = (edited_sampler(each, 64) for each in ("eager", "reference"))
+    accepted = 0
+    for seed in range(4):
+        batch = batch_of(seed, kind, edits)
+        made = verified(eager, batch)
+        assert same(made, verified(reference, batch))
+        accepted += int(made.num_accepted.sum())
+    assert accepted or kind == "garbage"
+
+
+@pytest.mark.parametrize("edits", [(), LAW_EDITS], ids=["plain", "edits"])
+def test_a_chain_with_parents_is_the_chain(edits):
+    sampler = edited_sampler("eager", 64)
+    for seed in range(4):
+        batch = batch_of(seed, "chain", edits)
+        batch.draft_logits = batch.draft_logits.clone()
+        made = verified(sampler, batch)
+        assert same(made._replace(node_ids=None), verified(sampler, batch, chain=True))
+
+
+@pytest.mark.parametrize("params", [{}, {"min_p": 0.05}, {"top_k": 5, "top_p": 0.9}])
+def test_batchmates_that_need_a_wider_mode_change_nothing(params):
+    """Rows with and without candidates have the same bits, and greedy requests beside others too."""
+    sampler = edited_sampler("eager", 64)
+    of_mode = {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params}
+    for seed in range(3):
+        batch = batch_of(seed, "", (), of_mode)
+        batch.requests[0].given.update(temperature=0.0)
+        alone = verified(sampler, batch)
+        batch.requests[-1].given.update(top_k=100, top_p=0.7, min_p=0.01)
+        among = verified(sampler, batch)
+        for one, other in zip(alone, among, strict=True):
+            assert (one is None and other is None) or torch.equal(one[:-1], other[:-1])
+
+
+def test_narrow_trees_are_replayed_in_a_wide_variant_and_slots_are_used_again():
+    eager = edited_sampler("eager", 64)
+    graph = edited_sampler("eager", 8, verifications=[WAY], buckets=[8])
+    replay_recordings(graph)
+    graph.warmup(modes=["full"])
+    for seed in range(3):
+        batch = batch_of(seed, "", (), {"temperature": 0.9, "top_k": 5, "top_p": 0.9})
+        assert same(verified(graph, batch), verified(eager, batch))
+    assert graph.statistics().replays > 0
+
+
+@pytest.mark.parametrize("mode", tiers(["full"], ["no_filter"]))
+def test_compiled_stages_have_the_bits_of_eager_ones(mode):
+    eager = edited_sampler("eager", 64)
+    compiled = edited_sampler("compiled", 8, verifications=[WAY], buckets=[8])
+    compiled.warmup(modes=[mode])
+    of_mode = {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0} if mode == "no_filter" else {}
+    with nothing_compiles():
+        for seed, kind in enumerate(KINDS):
+            batch = batch_of(seed, kind, (), of_mode)
+            assert same(verified(compiled, batch), verified(eager, batch))
+
+
+def test_a_sibling_that_comes_again_is_told_and_passed_over():
+    sampler = Sampler(V, 4, backend="eager")
+    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[3])
+    logits, draft_logits = torch.zeros(4, V), torch.zeros(3, V)
+    logits[0, 5] = 99.0
+    call = plan, logits, torch.tensor([[3, 3, 5]]), torch.zeros(1).long(), "rejection"
+    made = sampler.verify(*call, parents=[[-1, -1, -1]], draft_logits=draft_logits)
+    assert made.status.tolist() == [RowStatus.DRAFT_IMPOSSIBLE]
+    assert made.node_ids is not None
+    assert made.node_ids.tolist() == [[2, -1, -1]]
+
+
+@pytest.mark.parametrize(("count", "rounds"), tiers([(4000, 1)], [(4000, 10)]))
+def test_tokens_of_drawn_trees_have_the_law_of_the_target(count, rounds):
+    """Pearson's test of pairs of tokens against the target's law: a false alarm in a million; without it a control."""
+    size, width = 5, 2
+    table = 1.5 * torch.randn(2, 1 + size, size, generator=torch.Generator().manual_seed(3))  # by the token before
+    target, drafter = table
+    pairs, wrong = torch.zeros(size, size), torch.zeros(size, size)
+    for number in range(rounds):
+        sampler = Sampler(size, count, backend="eager")
+        slots = [sampler.add_request(SamplingParams(seed=number * count + n)) for n in range(count)]
+        plan, zero = sampler.plan(slots), torch.zeros(count, dtype=torch.int64)
+        first = sampler.draft(plan, drafter[:1].expand(count, size).contiguous(), zero, False, width=width).token_ids
+        below = [
+            sampler.draft(plan, drafter[1 + first[:, each]], zero + 1, False, 1, width=width).token_ids
+            for each in range(width)
+        ]
+        drafts = torch.cat([first, *below], 1)
+        parents = [[-1, -1, 0, 0, 1, 1]] * count
+        before = torch.cat([zero[:, None], 1 + drafts], 1)
+        of_parent = before.gather(1, torch.tensor(parents) + 1)
+        of_parent[:, :2] = 0
+        plan = sampler.plan(slots, num_drafts=[drafts.shape[1]] * count)
+        for counts, given in ((pairs, drafts), (wrong, drafts.flip(1)[:, [5, 4, 3, 2, 1, 0]].clone())):
+            if counts is wrong:
+                given[:, 0] = drafts[:, 1]  # siblings out of their order
+                given[:, 1] = drafts[:, 0]
+            made = sampler.verify(
+                plan, target[before.flatten()], given, zero, "rejection",
+                parents=parents, draft_logits=drafter[of_parent.flatten()],
+            )  # fmt: skip
+            tokens = made.token_ids[:, :2]
+            short = tokens[:, 1] < 0  # the second is drawn in the next step
+            again = sampler.sample(sampler.plan(slots), target[1 + tokens[:, 0]], zero + 1).token_ids
+            seconds = torch.where(short, again, tokens[:, 1])
+            counts.index_put_((tokens[:, 0], seconds), torch.ones(count), accumulate=True)
+    p = target[0].double().softmax(-1)[:, None] * target[1:].double().softmax(-1)
+    wanted = p * count * rounds
+    limits = [float((((each - wanted) ** 2) / wanted).sum()) for each in (pairs, wrong)]
+    assert limits[0] < 73.0 < limits[1]  # chi-square of 24 degrees of freedom is beyond it once in 700,000

@@ -1,0 +1,144 @@
+"""Trees under the rule ``rejection`` are lossless: the exact law of a token, summed over all siblings and numbers.
+
+Nothing is drawn here, as in ``test_verification_law``: every order of siblings is weighed by the drafter's law, how
+many of the 2**32 numbers accept each of them is found by bisecting the production comparison, and the law of the token
+after all of them is read from the production keys without noise. Levels of a tree share no number and no draft, so that
+one level says it; a second one is there to be walked to.
+"""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compiled_sampler.batch import VerifyInputs
+from compiled_sampler.core import score
+from compiled_sampler.core.order import MASKED_KEY, score_order
+from compiled_sampler.core.row_table import unfiltered_table
+from compiled_sampler.modes import verifying
+from compiled_sampler.params import SamplingParams
+from compiled_sampler.pipeline import verify as pipeline
+from compiled_sampler.speculation import residual, trees
+from tests.builders.inputs import full_mode, slot_table
+from tests.tiers import tiers
+
+BOUND, DETECTED = 1e-5, 1e-3
+WORDS = 2**32
+LAWS: dict[str, tuple[dict[str, Any], str]] = {
+    "plain": ({}, "probabilities"),
+    "logits": ({"temperature": 0.7}, "logits"),
+    "filtered": ({"top_k": 3, "min_p": 0.02}, "logits"),
+    "processed": ({"top_p": 0.8}, "processed"),
+}
+
+
+def verified(inputs: VerifyInputs, drafts: str, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Whether each sibling is accepted, bool ``[N, K]``, and the law of the last token ``[N, V]``, without noise."""
+    races, final_race = list[Tensor](), residual.final_race
+
+    def watch(x: Tensor, values: Any, ids: Tensor, *others: Any, **static: Any) -> Any:
+        keys, is_left = final_race(x, values, ids, *others, **static)
+        counts = is_left | ~is_left.flatten(1).any(-1).view(-1, *[1] * (x.dim() - 1))
+        bits = torch.where(counts, keys, MASKED_KEY).flatten(1)
+        weights = torch.where(bits > MASKED_KEY, score_order(bits).view(torch.float32).double().exp2(), 0.0)
+        size = inputs.logits.shape[1]
+        places = ids.expand(x.shape).flatten(1).long().clamp(max=size)
+        races.append(weights.new_zeros(len(x), size + 1).scatter_add(1, places, weights)[:, :size])
+        return keys, is_left
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(score, "gumbel", lambda keys, ids: torch.zeros((keys.first + ids).shape))
+        patch.setattr(residual, "final_race", watch)
+        patch.setattr(trees, "accept_number", lambda *_: numbers)
+        out = pipeline.verify_step(verifying(full_mode(inputs.logits.shape[1]), "rejection", drafts), inputs)
+    assert out.node_ids is not None
+    place = torch.arange(numbers.shape[1])
+    return out.node_ids[:, :1] == place, races[0] / races[0].sum(-1, keepdim=True)
+
+
+def law_of_a_token(name: str, size: int, width: int, claimed: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The law of the first token that is emitted and the target's, float64 ``[V]``, for random logits of both."""
+    source = torch.Generator().manual_seed(size * 10 + width)
+    params, drafts = LAWS[name]
+    target, draft = (2.0 * torch.randn(size, generator=source) for _ in range(2))
+    orders = list(itertools.permutations(range(size), width))
+    count, nodes = len(orders), width + 1
+    table = slot_table([SamplingParams(seed=1, **params)], size)
+    inputs = VerifyInputs(
+        logits=target.expand(count * (nodes + 1), size).contiguous(),
+        slots=torch.zeros(count, dtype=torch.int64),
+        positions=torch.arange(0, 10 * count, 10),
+        num_drafts=torch.full((count,), nodes),
+        draft_token_ids=torch.tensor([[*order, order[0]] for order in orders]),
+        proposals=(draft.softmax(-1) if drafts == "probabilities" else draft).expand(count * nodes, size).contiguous(),
+        table=table,
+        draft_table=unfiltered_table(table, size),
+        parents=torch.tensor([[-1] * width + [0]]).expand(count, nodes),
+    )
+    p = law(target, params)
+    q = law(draft * claimed, {} if drafts in ("probabilities", "processed") else params)
+    smallest, largest = torch.tensor(2.0**-33, dtype=torch.float64), torch.tensor(1 - 2.0**-33, dtype=torch.float64)
+    numbers = largest.expand(count, nodes).clone()
+    _, last = verified(inputs, drafts, numbers)
+    weight = torch.tensor([weight_of(q, order) for order in orders], dtype=torch.float64)
+    emitted = torch.zeros(size, dtype=torch.float64)
+    for place in range(width):
+        low, high = torch.zeros(count, dtype=torch.int64), torch.full((count,), WORDS)
+        for _ in range(33):
+            middle = (low + high) // 2
+            numbers[:, place] = (2 * middle + 1).double() * 2.0**-33
+            accepts = verified(inputs, drafts, numbers)[0][:, place] & (low < high)
+            low, high = torch.where(accepts, middle + 1, low), torch.where(accepts, high, torch.maximum(low, middle))
+        numbers[:, place] = torch.where(low == WORDS, smallest, largest)
+        share = low.double() / WORDS
+        emitted.index_add_(0, inputs.draft_token_ids[:, place], weight * share)
+        weight = weight * (1 - share)
+    return emitted + weight @ last, p
+
+
+def law(logits: Tensor, params: dict[str, Any]) -> Tensor:
+    """The law that a row is drawn from, float64 ``[V]``."""
+    mass = (logits.double() / params.get("temperature", 1.0)).softmax(-1)
+    order = mass.sort(descending=True, stable=True)
+    keep = torch.arange(len(mass)) < (params.get("top_k") or len(mass))
+    keep &= order.values.cumsum(0) - order.values < params.get("top_p", 1.0)
+    keep &= order.values >= params.get("min_p", 0.0) * order.values[0]
+    kept = torch.where(keep, order.values, 0.0)
+    return torch.zeros_like(mass).scatter(0, order.indices, kept / kept.sum())
+
+
+def weight_of(q: Tensor, order: tuple[int, ...]) -> float:
+    """The probability of drawing tokens in this order without replacement; the last stand for any where q has fewer."""
+    weight, rest, size = 1.0, 1.0, len(q)
+    for number, token in enumerate(order):
+        if rest < 1e-12:
+            return weight / len(list(itertools.permutations(range(size - number), len(order) - number)))
+        weight, rest = weight * float(q[token]) / rest, rest - float(q[token])
+    return weight
+
+
+@pytest.mark.parametrize(("size", "width"), tiers([(4, 3)], [(3, 2), (4, 2), (5, 3), (4, 4), (5, 5)]))
+@pytest.mark.parametrize("name", LAWS)
+def test_a_token_has_the_law_of_the_target(name, size, width):
+    emitted, p = law_of_a_token(name, size, width)
+    assert 0.5 * float((emitted - p).abs().sum()) <= BOUND
+
+
+def test_siblings_of_another_law_are_detected():
+    emitted, p = law_of_a_token("logits", 4, 3, claimed=0.7)
+    assert 0.5 * float((emitted - p).abs().sum()) > DETECTED
+
+
+@pytest.mark.parametrize("name", ["spent", "debt"])
+def test_a_walk_that_forgets_what_rejected_siblings_took_is_detected(monkeypatch, name):
+    walk_on = trees.walk_on
+
+    def forgetful(walk: trees.Walk, *others: Any) -> trees.Walk:
+        after = walk_on(walk, *others)
+        return after._replace(**{name: torch.full_like(getattr(after, name), name == "debt")})
+
+    monkeypatch.setattr(pipeline, "walk_on", forgetful)
+    emitted, p = law_of_a_token("plain", 4, 3)
+    assert 0.5 * float((emitted - p).abs().sum()) > DETECTED
