@@ -12,7 +12,7 @@ from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.core.filters import KEEP_ALL, mass_cut
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import NoiseKeys
-from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, Last, key_float, order_key, packed_key
+from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, Last, key_float, order_key, pack, packed_key
 from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows, idle_status
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.masks import row_words
@@ -64,6 +64,8 @@ def words_of_shard(
 
 def first_of_shard(logits: AnyLogits, blocks: BlockMaxima, *, vocab_size: int, block: int, start: int) -> Tensor:
     """``told_best`` of greedy rows: the first token of the order."""
+    if blocks.token_ids is not None:
+        return _told_named(blocks, blocks.token_ids, start)
     return told_best(*first_token(logits, blocks, vocab_size, block), start)
 
 
@@ -80,6 +82,8 @@ def winners_of_blocks(
     start: int,
 ) -> Tensor:
     """``told_best`` of rows that raced by blocks, up to ``last``."""
+    if blocks.token_ids is not None:
+        return _told_named(blocks, blocks.token_ids, start)
     race = logits, blocks, rows, row_max, last
     return told_best(*best_from_blocks(*race, vocab_size=vocab_size, block=block, by_bits=by_bits), start)
 
@@ -94,6 +98,15 @@ def told_best(packed: Tensor, nan_bits: Tensor, start: int) -> Tensor:
     # Subtracting from a packed key adds to its id; a token that is masked may have no id to add to.
     best = torch.where(packed_key(packed) == MASKED_KEY, KEEP_ALL, packed - start)
     return torch.stack([best, (nan_bits > POSITIVE_INFINITY_KEY).to(torch.int64)], 1)
+
+
+def _told_named(blocks: BlockMaxima, token_ids: Tensor, start: int) -> Tensor:
+    """``told_best`` from blocks that name their tokens: one reduction, as Inductor makes a kernel of each column."""
+    is_best = torch.arange(2, device=token_ids.device) == 0
+    packed, nan_bits = pack(blocks.keys, token_ids)[:, None], blocks.nan_bits[:, None].to(torch.int64)
+    largest = torch.where(is_best[:, None], packed, nan_bits).amax(-1)
+    best = torch.where(packed_key(largest) == MASKED_KEY, KEEP_ALL, largest - start)
+    return torch.where(is_best, best, (largest > POSITIVE_INFINITY_KEY).to(torch.int64))
 
 
 def draw_from_shards(winners: Tensor, row_slots: RowSlots) -> SampleOutputs:

@@ -70,6 +70,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trees", action="store_true", help="measure verifications of trees of drafts")
     parser.add_argument("--mismatches", type=int, default=0, help="with --sharded: count wrong rows among so many")
     parser.add_argument("--seconds", type=float, default=0, help="with --sharded: begin no cell after so many; 0: all")
+    parser.add_argument("--slow-wire", action="store_true", help="with --sharded: measure searches without logits, too")
     parser.add_argument("--leave", action="store_true", help="with --sharded: let the last rank exit")
     parser.add_argument("--streams", type=int, default=0, help="that launch a kernel first: some slow a graph down")
     parser.add_argument("--backend", default="compiled", choices=["compiled", "eager"])
@@ -99,8 +100,8 @@ def _refused(options: argparse.Namespace, whole: Sequence[str]) -> str | None:
         (len(whole) > 1, f"--{' must come without --'.join(whole[:2])}: each is measured by itself"),
         (whole and not options.host and len(options.dtype) > 1, f"--{''.join(whole[:1])} must come with one --dtype"),
         (
-            (options.mismatches or options.leave or options.seconds) and not options.sharded,
-            "--mismatches, --leave and --seconds must come with --sharded",
+            (options.mismatches or options.leave or options.seconds or options.slow_wire) and not options.sharded,
+            "--mismatches, --leave, --seconds and --slow-wire must come with --sharded",
         ),
         (options.streams and has_no_use_of_streams, streams),
         (

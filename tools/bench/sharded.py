@@ -1,25 +1,27 @@
 """What does a draw take whose vocabulary is split over ranks, and what would moving the logits take?
 
-    torchrun --nproc-per-node 2 -m tools.bench --sharded [--rows 1 8 32 128 512] [--cases ...] [--seconds 200]
-                                                         [--json FILE]
+    torchrun --nproc-per-node 2 -m tools.bench --sharded [--cases ...] [--rows 1 8 32 128 512] [--seconds 150]
+                                                         [--slow-wire] [--json FILE]
     torchrun --nproc-per-node 2 -m tools.bench --sharded --mismatches 100000 [--cases ...] [--json FILE]
     torchrun --nproc-per-node 2 -m tools.bench --sharded --leave
 
 A cell is the time of one call inside a replayed graph of many calls, each on logits of its own, collectives included:
-the slowest rank's median. Beside the library stand: in cases that search, the library with ``slow_wire``, as "counts";
-an all-gather of the logits and the sampler of whole rows on every rank; an all-to-all, that sampler for B / T rows, and
-an all-gather of tokens; a gather to rank 0, the sampler there, and a broadcast of tokens. All must draw the same
-tokens, or the run ends. On the CPU it is gloo, eager torch and the clock.
+the slowest rank's median. Beside the library stand: with ``--slow-wire``, in cases that search, the library with
+``slow_wire``, as "counts"; an all-gather of the logits and the sampler of whole rows on every rank; an all-to-all, that
+sampler for B / T rows, and an all-gather of tokens; a gather to rank 0, the sampler there, and a broadcast of tokens.
+All must draw the same tokens, or the run ends. On the CPU it is gloo, eager torch and the clock.
 
-Cases that need no search are compiled and measured first, rows in the order of ``WORTH``. After ``--seconds`` no
-further cell begins; each cell is stored when it is there. ``--mismatches`` counts the rows, of other logits in each
-replay, in which a rank differs from whole rows. ``--leave`` lets the last rank exit before a step; the others must end
-with torch's error within the timeout, 20 s.
+Compilers are asked for all at once. Cases that search take them longest: they are measured together, before the others
+if the first of ``--cases`` is one, else after them; rows in the order of ``WORTH``. After ``--seconds`` no further cell
+begins; each cell is stored when it is there. ``--mismatches`` counts the rows, of other logits in each replay, in which
+a rank differs from whole rows. ``--leave`` lets the last rank exit before a step; the others must end with torch's
+error within the timeout, 20 s.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import math
 import os
@@ -76,23 +78,29 @@ class Ranks:
         form = self.vocab_size, self.most, self.device
         self.split = Sampler(*form, backend=backend, shard=self.shard, buckets=sizes)
         self.whole = Sampler(*form, backend=backend, buckets=sizes)
-        counting = VocabularyShard(ends[rank], ends[rank + 1], slow_wire=True)
-        self.counted = Sampler(*form, backend=backend, shard=counting, buckets=sizes)
+        self.counted: Sampler | None = None
+        if options.slow_wire:
+            counting = VocabularyShard(ends[rank], ends[rank + 1], slow_wire=True)
+            self.counted = Sampler(*form, backend=backend, shard=counting, buckets=sizes)
 
     def say(self, message: str) -> None:
         """Print a line with the seconds since the start, on rank 0."""
         if self.shard.rank == 0:
             print(f"[{time.perf_counter() - _BEGAN:4.0f} s] {message}", flush=True)
 
-    def compile(self, cases: Sequence[str]) -> None:
-        """Compile what the cases need, with the processes of all ranks at once."""
-        modes = sorted({self.whole.mode_for(CASES[case].params).name for case in cases})
+    def searches(self, case: str) -> bool:
+        """Whether draws of a case search for a threshold."""
+        return self.whole.mode_for(CASES[case].params).searches
+
+    def samplers_of(self, cases: Sequence[str]) -> dict[str, Sampler]:
+        """Those that draw in cases that search, or in cases that do not, by name."""
         samplers = {"whole rows": self.whole, "shards": self.split}
-        if self.whole.mode_for(CASES[cases[0]].params).searches:
-            samplers["counts"] = self.counted
-        for sampler in samplers.values() if self.compiles else ():
-            sampler.warmup(modes=modes, wait=False)
-        for name, sampler in samplers.items() if self.compiles else ():
+        return {**samplers, "counts": self.counted} if self.counted and self.searches(cases[0]) else samplers
+
+    def compile(self, cases: Sequence[str], *, waits: bool) -> None:
+        """Compile what the cases need, with the processes of all ranks at once; without ``waits`` ask for it alone."""
+        modes = sorted({self.whole.mode_for(CASES[case].params).name for case in cases})
+        for name, sampler in self.samplers_of(cases).items() if self.compiles else ():
             last = -math.inf
 
             def progress(done: int, total: int, label: str, name: str = name) -> None:
@@ -101,20 +109,25 @@ class Ranks:
                     last = time.perf_counter()
                     self.say(f"{name}, {' '.join(modes)}: {done} of {total}, {label}")
 
-            sampler.warmup(progress, modes)
+            sampler.warmup(progress if waits else None, modes, wait=waits)
         dist.barrier()
 
-    def plans(self, case: str, rows: int) -> tuple[Plan, Plan, Plan, Plan]:
+    def plans(self, case: str, rows: int) -> tuple[Plan, Plan | None, Plan, Plan]:
         """Of the sharded samplers, of the one of whole rows, and of this one for this rank's part of the rows."""
-        samplers = self.split, self.counted, self.whole
+        samplers = [sampler for sampler in (self.split, self.whole, self.counted) if sampler]
         for slot in range(self.most - self.whole.num_free_slots):
             for sampler in samplers:
                 sampler.remove_request(slot)
         params = [replace(CASES[case].params, seed=row) for row in range(rows)]
         self.slots, *others = ([sampler.add_request(each) for each in params] for sampler in samplers)
-        assert others == [self.slots] * 2
-        split, counted, whole = (sampler.plan(self.slots) for sampler in samplers)
-        return split, counted, whole, self.whole.plan(self.slots[slice(*self.shard.own_part(rows))])
+        assert others == [self.slots] * len(others)
+        split, whole, *counted = (sampler.plan(self.slots) for sampler in samplers)
+        return (
+            split,
+            counted[0] if counted else None,
+            whole,
+            self.whole.plan(self.slots[slice(*self.shard.own_part(rows))]),
+        )
 
     def ways(self, case: str, rows: int) -> dict[str, Callable[[Tensor], Tensor]]:
         """From the columns of this rank to tokens, in each way."""
@@ -127,6 +140,8 @@ class Ranks:
             return self.split.sample(plan, columns, positions).token_ids
 
         def counts(columns: Tensor) -> Tensor:
+            assert self.counted is not None
+            assert counted_plan is not None
             return self.counted.sample(counted_plan, columns, positions).token_ids
 
         def all_gather(columns: Tensor) -> Tensor:
@@ -149,7 +164,7 @@ class Ranks:
         equal = len(set(shard.widths(size))) == 1
         if rows < shard.count:
             del ways["all-to-all"]
-        if not plan.mode.searches:
+        if not (self.counted and plan.mode.searches):
             del ways["counts"]
         return ways if equal else {name: way for name, way in ways.items() if name != "rank 0"}
 
@@ -257,22 +272,25 @@ def run(options: argparse.Namespace) -> None:
     cells.sort(key=lambda cell: (options.cases.index(cell["case"]), cell["rows"]))
     if ranks.shard.rank == 0:
         console.print(table_of(cells), model_table(8, ranks.vocab_size))
-    dist.barrier()  # NCCL closes a communicator when all ranks do
+    gc.collect()  # closing a communicator of NCCL waits for graphs that hold its collectives, and for the other ranks
+    dist.barrier()
     dist.destroy_process_group()
 
 
 def cells_of(ranks: Ranks, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Each cell when it is measured: the cases that need no search first, as the others take a compiler longest."""
-    searches = {case: ranks.whole.mode_for(CASES[case].params).searches for case in options.cases}
-    for cases in ([case for case in options.cases if searches[case] == wanted] for wanted in (False, True)):
-        if cases:
-            ranks.compile(cases)
+    """Each cell when it is measured: of the cases that search as the first case does, then of the others."""
+    firsts = dict.fromkeys(map(ranks.searches, options.cases))
+    groups = [[case for case in options.cases if ranks.searches(case) == searches] for searches in firsts]
+    for cases in groups:
+        ranks.compile(cases, waits=False)
+    for cases in groups:
+        ranks.compile(cases, waits=True)
         every = itertools.product(options.rows[-1:] if options.mismatches else by_worth(options.rows), cases)
         for rows, case in every:
             if options.seconds and max(ranks.shard.told(time.perf_counter() - _BEGAN)) > options.seconds:
                 ranks.say(f"no time for {case}, {rows} rows")
             elif options.mismatches:
-                for name in WAYS[: 1 + searches[case]]:
+                for name in WAYS[: 1 + (ranks.counted is not None and ranks.searches(case))]:
                     wrong, count = mismatches(ranks, case, rows, -(-options.mismatches // len(options.cases)), name)
                     yield {"case": case, "rows": rows, "way": name, "mismatches": wrong, "of": count}
             else:

@@ -39,10 +39,20 @@ def test_two_ranks_agree_or_are_told_that_they_do_not():
     )
 
 
-@pytest.mark.parametrize("sizes", [(310,), (70, 0, 230, 100)], ids=len)
-def test_one_rank_or_four_return_what_one_does(sizes):
-    """The last of four has padding alone, the second nothing."""
-    ranks.asked(len(sizes), (ranks.every_mode, 300, sizes, 14, (BF16,)), (ranks.a_replay, 300, sizes))
+def test_one_rank_returns_what_whole_rows_do():
+    ranks.asked(1, (ranks.every_mode, 300, (310,), 14, (BF16,)), (ranks.a_replay, 300, (310,)))
+
+
+def test_four_ranks_return_what_one_does():
+    """The last has padding alone, the second nothing, or a single token."""
+    nothing, single = (70, 0, 230, 100), (70, 1, 229, 100)
+    ranks.asked(
+        4,
+        (ranks.every_mode, 300, nothing, 14, (BF16,)),
+        (ranks.every_rule, 300, single),
+        (ranks.every_edit, 300, single),
+        (ranks.a_replay, 300, nothing),
+    )
 
 
 @pytest.mark.parametrize("seconds", [0.0, 9.0])

@@ -12,7 +12,7 @@ def test_it_says_that_torchrun_starts_it(monkeypatch):
         main(["--sharded", "--device", "cpu"])
 
 
-@pytest.mark.parametrize("option", [["--mismatches", "5"], ["--leave"]])
+@pytest.mark.parametrize("option", [["--mismatches", "5"], ["--leave"], ["--slow-wire"]])
 def test_its_options_come_with_it(option, capsys):
     with pytest.raises(SystemExit):
         main(["--device", "cpu", *option])
