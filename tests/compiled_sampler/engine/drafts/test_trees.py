@@ -25,6 +25,7 @@ from compiled_sampler.core.order import indices, is_visible
 from compiled_sampler.core.reference import kept
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.core.score import score_key
+from compiled_sampler.pipeline import edits as edits_of_rows
 from tests.builders.edits import EDITS, V, edited_sampler, hard_logits, random_request
 from tests.builders.sampler import REQUESTS, nothing_compiles, replay_recordings, same, stages_stay_eager
 from tests.builders.trees import KINDS, NODES, TreeBatch, cut, logprobs_at, tree_batch, walks
@@ -251,6 +252,23 @@ def test_streams_with_trees_are_those_without(drafter, count, rounds):
         made, accepted = streams(drafter, seed, count, 12)
         assert made == streams("", seed, count, 12)[0]
         assert accepted > count or drafter == "garbage"
+
+
+def test_a_watermark_alone_copies_no_text(monkeypatch):
+    """It reads the last tokens of a row where they stand, in the history and in the drafts before it."""
+    monkeypatch.setattr(edits_of_rows, "row_history", None)
+    sampler = edited_sampler("eager", ROWS)
+    batch = tree_batch(sampler, 3)
+    for n, request in enumerate(batch.requests):
+        request.given["watermark_tokens"] = 1 + n % 3
+    for _ in range(4):
+        batch.draw(sampler)
+        own = iter(batch.own.token_ids.tolist())
+        for tree, tokens in zip(batch.parents, batch.drafts, strict=True):
+            rows = [next(own) for _ in range(len(tree) + 1)]
+            tokens[:] = [rows[1 + parent] for parent in tree]
+    batch.draw(sampler)
+    assert check(verified(sampler, batch), batch)
 
 
 HOST_FAULTS: list[tuple[Any, str]] = [
