@@ -153,10 +153,10 @@ def test_a_sibling_that_comes_again_is_told_and_passed_over():
 
 
 def test_requests_that_emit_nothing_have_no_path():
-    logits = torch.zeros(4, V).index_fill(1, torch.tensor([3]), 99.0)
+    logits, temperature = torch.zeros(4, V).index_fill(1, torch.tensor([3]), 99.0), torch.tensor([1.0, -1.0]).double()
     made = F.verify(
-        logits, torch.tensor([[3], [3]]), temperature=torch.tensor([1.0, -1.0], dtype=torch.float64), seeds=torch.arange(2),
-        positions=2, rule="rejection", parents=torch.tensor([[-1], [-1]]), draft_logits=logits[:2], mode="full",
+        logits, torch.tensor([[3], [3]]), temperature=temperature, seeds=torch.arange(2), positions=2,
+        rule="rejection", parents=torch.tensor([[-1], [-1]]), draft_logits=logits[:2], mode="full",
         backend="eager",
     )  # fmt: skip
     assert made.status.tolist() == [0, RowStatus.PARAMETER_OUT_OF_RANGE]

@@ -417,6 +417,23 @@ def test_siblings_are_the_best_of_the_race_in_order(edits):
         assert torch.equal(made.drawn.status, drawn.drawn.status)
 
 
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_siblings_are_replayed_where_a_verification_names_their_number(rule):
+    way = Verification(rule, 6, "one_hot" if rule == "match" else "logits", trees=True, siblings=2)
+    graph, eager = edited_sampler("eager", 8, verifications=[way], buckets=[8]), edited_sampler("eager", 8)
+    replay_recordings(graph)
+    graph.warmup(modes=["full"])
+    logits, positions, made = torch.randn(3, V, generator=torch.Generator().manual_seed(5)), torch.tensor([3, 9, 4]), []
+    for sampler in (graph, eager):
+        plan = sampler.plan([sampler.add_request(SamplingParams(seed=n, top_k=9)) for n in range(3)])
+        siblings = [
+            sampler.draft(plan, logits, positions, rule == "match", width=width).token_ids for width in (2, 2, 3)
+        ]
+        made.append(torch.cat(siblings, 1))
+    assert torch.equal(*made)
+    assert graph.statistics().replays == 2  # of 2 siblings; three run as they are
+
+
 def test_siblings_of_small_vocabularies_of_padding_and_of_no_request_are_none():
     sampler = Sampler(3, 4, backend="eager")
     slot = sampler.add_request(SamplingParams(seed=1))
@@ -432,6 +449,10 @@ def test_wrong_siblings_are_named():
     call = plan, torch.randn(1, V), torch.zeros(1).long()
     with pytest.raises(ValueError, match=r"width must be in \[1, 64\], got 0"):
         sampler.draft(*call, width=0)
+    with pytest.raises(ValueError, match=r"siblings must be an int in \[0, 4\], got 5"):
+        Verification("match", 4, trees=True, siblings=5)
+    with pytest.raises(ValueError, match="siblings must be 0 without trees=True, got 2"):
+        Verification("match", 4, siblings=2)
     handle, chain = sampler.draft(*call, width=1), sampler.plan(plan.slots, num_drafts=[1])
     with pytest.raises(ValueError, match="got siblings; pass token_ids and parents instead"):
         sampler.verify(chain, torch.randn(2, V), [handle], torch.zeros(1).long())
