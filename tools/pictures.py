@@ -105,7 +105,9 @@ def draw_trees(stored: dict[str, Any], picture: Path) -> None:
             by_depth = record["tokens_per_step"]
             label = f"{record['width']} of each node"
             axes.plot([int(depth) for depth in by_depth], by_depth.values(), color=color, marker="o", label=label)
-        axes.set_title(drafter.replace(", multi-round", ",\nmulti-round"), fontsize=9)
+        axes.set_title(
+            drafter.replace(", multi-round", ",\nmulti-round").replace(", recursive", ",\nrecursive"), fontsize=9
+        )
         axes.set_xlabel("depth", fontsize=8)
         axes.grid(visible=True, alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
