@@ -111,6 +111,8 @@ class Verification:
     """
     trees: bool = False
     """Whether drafts are trees, ``verify(parents=...)``, of ``width`` nodes at most."""
+    siblings: int = 0
+    """w, where ``draft(width=w)`` is prepared too, for the rule "match" with ``coupled=True``; 0 prepares none."""
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -120,6 +122,10 @@ class Verification:
         if not is_int(self.width) or not 1 <= self.width <= MOST_DRAFTS:
             raise ValueError(f"width must be an int in [1, {MOST_DRAFTS}], got {self.width!r}; it counts drafts")
         object.__setattr__(self, "width", int(self.width))
+        if not is_int(self.siblings) or not 0 <= self.siblings <= (self.width if self.trees else 0):
+            most = f"an int in [0, {self.width}]" if self.trees else "0 without trees=True"
+            raise ValueError(f"siblings must be {most}, got {self.siblings!r}; it counts children of a node")
+        object.__setattr__(self, "siblings", int(self.siblings))
         if not isinstance(self.trees, bool):
             raise TypeError(f"trees must be a bool, got {self.trees!r}; True prepares verify(parents=...)")
         if self.trees:

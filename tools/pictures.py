@@ -23,7 +23,8 @@ _DRAFTERS = {
     "coupled, match": _OURS,
     "likeliest, match": "#0f8a5f",
     "independent, match": _FLOOR,
-    "independent, rejection": _PEER,
+    "independent, multi-round rejection": "#d9a441",
+    "independent, recursive rejection": _PEER,
 }
 _MARKERS = {1: "o", 2: "s", 4: "^"}
 _FULL = ("comb", 1), ("full", 2), ("full", 4)  # a chain is a full tree of one child
@@ -110,7 +111,7 @@ def draw_trees(records: Sequence[Mapping[str, Any]], picture: Path) -> None:
             depths, tokens = zip(
                 *((int(depth), each) for depth, each in record["tokens_per_step"].items()), strict=True
             )
-            way, width = record["drafter"].replace("multi-round ", ""), record["width"]
+            way, width = record["drafter"], record["width"]
             style = {"color": _DRAFTERS[way], "marker": _MARKERS[width], "label": f"{way}, {width}"}
             axes.plot(depths, tokens, markersize=4, linewidth=1.5, **style)
         axes.set_title(law, fontsize=9)

@@ -10,8 +10,11 @@ matters, and one pass over a stream serves every depth and shape:
 - likeliest: the w first tokens of the small model's order;
 - independent: w draws of the small model, each with noise of its own.
 
-Beside them multi-round rejection (Miao et al., SpecInfer, arXiv 2305.09781): w independent draws, each judged by what
-the ones before it left of the target's law. It draws another text of the same law, so it gets streams of its own.
+Beside them two that draw another text of the same law, and so get streams of their own:
+
+- recursive rejection: w draws without replacement, ``draft(coupled=False, width=w)``, under the rule ``rejection``;
+- multi-round rejection (Miao et al., SpecInfer, arXiv 2305.09781): w independent draws, each judged by what the ones
+  before it left of the target's law.
 
 Two shapes: "full", w children of every node, and "comb", w children of the first child alone, which are w nodes for
 each step of depth. Nothing is timed: these are properties of the models.
@@ -106,6 +109,26 @@ def places_of_rejection(decoder: Decoder, length: int, width: int, source: np.ra
     return np.array(made).T
 
 
+def places_of_recursion(decoder: Decoder, length: int, width: int) -> np.ndarray:
+    """The place of the sibling that the rule ``rejection`` accepts, as ``places_of_rejection``."""
+    made, sampler, plan = list[Tensor](), decoder.sampler, decoder.plan
+    with_drafts, parents = (
+        sampler.plan(plan.slots, num_drafts=[width] * len(plan.slots)),
+        [[-1] * width] * len(plan.slots),
+    )
+    for _ in range(length):
+        target, draft = decoder.logits()
+        siblings = sampler.draft(plan, draft, decoder.positions, coupled=False, width=width).token_ids
+        rows = target.repeat_interleave(width + 1, 0)  # those behind the drafts draw what is not kept
+        proposals = draft.repeat_interleave(width, 0)
+        call = with_drafts, rows, siblings, decoder.positions, "rejection"
+        out = sampler.verify(*call, parents=parents, draft_logits=proposals)
+        assert out.node_ids is not None
+        made.append(torch.where(out.node_ids[:, 0] >= 0, out.node_ids[:, 0], max(WIDTHS)))
+        decoder.push(out.token_ids[:, 0])
+    return torch.stack(made, 1).numpy()
+
+
 def judge(p: np.ndarray, q: np.ndarray, width: int, source: np.random.Generator) -> tuple[int, int]:
     """The token of one position by multi-round rejection of ``width`` draws, and its place among them."""
     for place in range(width):
@@ -148,6 +171,10 @@ def measured(count: int, length: int) -> list[dict[str, Any]]:
         decoder = Decoder(models, tokenizer, params, count, length)
         for name, each in places_of_match(decoder, length).items():
             places |= {(f"{name}, match", width): each for width in WIDTHS}
+        for width in WIDTHS:
+            decoder = Decoder(models, tokenizer, params, count, length)
+            recursive = places_of_recursion(decoder, length, width)
+            places["independent, recursive rejection", width] = recursive
         for width in WIDTHS:
             decoder = Decoder(models, tokenizer, params, count, length)
             rejected = places_of_rejection(decoder, length, width, np.random.default_rng(width))

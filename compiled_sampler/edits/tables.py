@@ -92,4 +92,6 @@ class NoiseInputs(NamedTuple):
     """What keys the noise of a step instead of the positions of its rows."""
 
     watermarks: Watermarks
-    history: AnyHistory
+    history: History
+    paths: RowPaths | None = None
+    """As in ``EditInputs``."""

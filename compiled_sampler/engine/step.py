@@ -135,7 +135,12 @@ class Step:
         """Whether it serves all batches of another step that verifies in the same way."""
         steps = self, other
         ways = [(step.mode.rule, step.mode.drafts, step.mode.from_probabilities, step.of_trees) for step in steps]
-        is_alike = ways[0] == ways[1] and (self.edits, self.logprobs) == (other.edits, other.logprobs)
+        siblings = [(step.num_best, step.has_own_noise) for step in steps]
+        is_alike = (
+            ways[0] == ways[1]
+            and siblings[0] == siblings[1]
+            and (self.edits, self.logprobs) == (other.edits, other.logprobs)
+        )
         return is_alike and includes(self.mode, other.mode)
 
     def can_replace(self, other: Step, with_call: Sequence[str] = ()) -> bool:

@@ -393,6 +393,9 @@ def _steps_of(
     for mode in modes if any(way.rule != "match" for way in verifications) and not writes else ():
         yield Step("draft", mode, edits=edits)
     for way in verifications:
+        for mode in modes if way.siblings and not writes else ():
+            own = way.rule != "match"
+            yield Step("best", mode, edits=edits, num_best=way.siblings, has_own_noise=own)
         if "watermark" in edits and way.rule != "match":
             continue
         for mode in modes:

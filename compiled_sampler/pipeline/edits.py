@@ -33,7 +33,7 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.changes import take_back
 from compiled_sampler.edits.custom import customized
-from compiled_sampler.edits.history import AnyHistory, History, RowHistory, RowPaths, row_history
+from compiled_sampler.edits.history import History, row_history
 from compiled_sampler.edits.masks import MaskedLogits, copied, masked, row_words
 from compiled_sampler.edits.names import RESTORE
 from compiled_sampler.edits.tables import EditInputs, EditTables
@@ -124,17 +124,12 @@ def edited_logits(
 
 def _with_texts(edits: EditInputs | None, row_slots: RowSlots, run: Run) -> EditInputs | None:
     """The edits with a text for each row of trees, which every edit reads instead of the history."""
-    if edits is None or edits.paths is None or not isinstance(edits.tables.history, History):
+    history, paths = (None, None) if edits is None else (edits.tables.history, edits.paths)
+    if edits is None or paths is None or not isinstance(history, History):
         return edits
-    texts = row_texts(edits.tables.history, row_slots.slots, edits.paths, run)
-    return edits._replace(tables=edits.tables._replace(history=texts), paths=None)
-
-
-def row_texts(history: AnyHistory, slots: Tensor, paths: RowPaths, run: Run) -> RowHistory:
-    """``row_history`` of rows ``[R]``."""
-    assert isinstance(history, History)
     length, position_bytes = history.entries.shape[2], _TEXT_BYTES * (paths.tokens.shape[1] + 1)
-    return in_history_chunks(run, position_bytes, length, partial(run, row_history), history, slots, paths)
+    texts = in_history_chunks(run, position_bytes, length, partial(run, row_history), history, row_slots.slots, paths)
+    return edits._replace(tables=edits.tables._replace(history=texts), paths=None)
 
 
 def _edited(

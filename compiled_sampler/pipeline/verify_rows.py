@@ -15,7 +15,7 @@ from compiled_sampler.modes import PROCESSED, Mode, edits_drafts, proposing
 from compiled_sampler.passes.law import AnyLaw
 from compiled_sampler.passes.maxima import order_maxima_of
 from compiled_sampler.pipeline.chunks import in_chunks
-from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, row_texts
+from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits
 from compiled_sampler.pipeline.law import chunked_row_law, probability_law, row_law, unfiltered_law
 from compiled_sampler.pipeline.logprobs import logprobs_of
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
@@ -117,9 +117,8 @@ def with_paths(
     if tree is None or not reads:
         return edits, noise
     paths = run(row_paths, layout, tree, inputs.positions, inputs.draft_token_ids, vocab_size=mode.vocab_size)
-    if noise is not None:
-        noise = noise._replace(history=row_texts(noise.history, layout.slots, paths, run))
-    return edits if edits is None else edits._replace(paths=paths), noise
+    edits = None if edits is None else edits._replace(paths=paths)
+    return edits, None if noise is None else noise._replace(paths=paths)
 
 
 def row_slots_of(layout: Layout, inputs: VerifyInputs) -> RowSlots:

@@ -21,9 +21,8 @@ from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.mass import MASS_BITS
 from compiled_sampler.core.noise import RESIDUAL, TARGET
 from compiled_sampler.core.order import MASKED_BITS, indices, pack, packed_id, row_logits, score_order
-from compiled_sampler.core.rows import RowSlots, gather_rows, idle_status
+from compiled_sampler.core.rows import RowSlots, gather_rows, idle_status, take
 from compiled_sampler.core.score import drawn_noise, raced_bits
-from compiled_sampler.edits.history import RowHistory
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.modes import PROCESSED, Mode
 from compiled_sampler.passes.kept import probability_mass
@@ -55,10 +54,8 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
     slots, positions = inputs.slots[n].expand(len(x)), inputs.positions[n] + depths
     keyed = positions
     if inputs.noise is not None:
-        watermarks, history = inputs.noise
-        if isinstance(history, RowHistory):
-            history = RowHistory(history.entries[row : row + len(x)])
-        keyed = noise_positions(slots, positions, watermarks, history)
+        watermarks, history, paths = inputs.noise
+        keyed = noise_positions(slots, positions, watermarks, history, take(paths, row + offsets))
     target, rest = (gather_rows(RowSlots(inputs.table, slots, keyed), stream=stream) for stream in (TARGET, RESIDUAL))
     if mode.from_probabilities:  # no parameter but the seed has a part
         target, rest = (rows._replace(noise_mask=torch.full_like(rows.noise_mask, -1)) for rows in (target, rest))

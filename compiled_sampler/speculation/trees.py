@@ -19,7 +19,7 @@ from torch import Tensor
 from compiled_sampler.batch import RowStatus, SampleOutputs, VerifyOutputs
 from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.noise import RESIDUAL, TARGET
-from compiled_sampler.core.rows import RowSlots, gather_rows, take
+from compiled_sampler.core.rows import RowSlots, gather_rows, idle_status, take
 from compiled_sampler.edits.history import UNWRITTEN, RowPaths
 from compiled_sampler.passes.law import Law
 from compiled_sampler.speculation.acceptance import (
@@ -331,7 +331,8 @@ def final_of_walk(
     """The final row of each request; the nodes on its path and their drafts, ``[N, K]`` each."""
     node = torch.arange(draft_token_ids.shape[1], device=draft_token_ids.device)
     path = torch.where(walk.node < 0, 0, tree.paths.gather(1, walk.node.clamp(min=0)[:, None])[:, 0])
-    on_path = ((path[:, None] >> node) & 1) != 0
+    is_live = idle_status(requests.table, requests.slots) == 0
+    on_path = (((path[:, None] >> node) & 1) != 0) & is_live[:, None]
     node_ids, tokens = _path(tree, on_path, draft_token_ids)
     exists = node < layout.num_drafts[:, None]
     is_token = (draft_token_ids >= 0) & (draft_token_ids < vocab_size)

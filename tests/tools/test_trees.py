@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+import torch
 
-from tools.trees import judge, nodes, tokens_per_step
+from compiled_sampler import Sampler, SamplingParams
+from tools.trees import judge, nodes, places_of_recursion, tokens_per_step
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -20,3 +22,25 @@ def test_steps_end_where_no_draft_is_the_token():
     assert tokens_per_step(np.array([[1, 0, 0, 4, 4]]), 2, 2, "full") == 3.0
     assert tokens_per_step(np.array([[1, 0, 0, 4, 4]]), 2, 2, "comb") == 2.0
     assert (nodes(2, 5, "full"), nodes(2, 5, "comb")) == (62, 10)
+
+
+def test_recursive_rejection_accepts_siblings_in_the_order_of_their_draws():
+    class Same:
+        """A decoder whose models agree, so that the first sibling is always accepted."""
+
+        def __init__(self) -> None:
+            self.sampler = Sampler(16, 4, backend="eager")
+            self.plan = self.sampler.plan([self.sampler.add_request(SamplingParams(seed=n)) for n in range(4)])
+            self.positions, self.tokens = torch.zeros(4, dtype=torch.int64), list[torch.Tensor]()
+            self._logits = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
+
+        def logits(self) -> tuple[torch.Tensor, torch.Tensor]:
+            return self._logits, self._logits
+
+        def push(self, tokens: torch.Tensor) -> None:
+            self.positions = self.positions + 1
+            self.tokens.append(tokens)
+
+    decoder = Same()
+    assert (places_of_recursion(decoder, 3, 2) == 0).all()  # type: ignore[arg-type]
+    assert len(decoder.tokens) == 3

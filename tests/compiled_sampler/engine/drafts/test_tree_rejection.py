@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler import functional as F
 from tests.builders.edits import EDITS, V, edited_sampler, hard_logits, random_mask, random_request
 from tests.builders.sampler import nothing_compiles, replay_recordings, same
 from tests.builders.trees import KINDS, NODES, random_parents
@@ -149,6 +150,18 @@ def test_a_sibling_that_comes_again_is_told_and_passed_over():
     assert made.status.tolist() == [RowStatus.DRAFT_IMPOSSIBLE]
     assert made.node_ids is not None
     assert made.node_ids.tolist() == [[2, -1, -1]]
+
+
+def test_requests_that_emit_nothing_have_no_path():
+    logits, temperature = torch.zeros(4, V).index_fill(1, torch.tensor([3]), 99.0), torch.tensor([1.0, -1.0]).double()
+    made = F.verify(
+        logits, torch.tensor([[3], [3]]), temperature=temperature, seeds=torch.arange(2), positions=2,
+        rule="rejection", parents=torch.tensor([[-1], [-1]]), draft_logits=logits[:2], mode="full",
+        backend="eager",
+    )  # fmt: skip
+    assert made.status.tolist() == [0, RowStatus.PARAMETER_OUT_OF_RANGE]
+    assert made.node_ids is not None
+    assert made.node_ids.tolist() == [[0], [-1]]
 
 
 @pytest.mark.parametrize(("count", "rounds"), tiers([(4000, 1)], [(4000, 10)]))

@@ -25,6 +25,7 @@ from compiled_sampler.core.order import indices, is_visible
 from compiled_sampler.core.reference import kept
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.core.score import score_key
+from compiled_sampler.pipeline import edits as edits_of_rows
 from tests.builders.edits import EDITS, V, edited_sampler, hard_logits, random_request
 from tests.builders.sampler import REQUESTS, nothing_compiles, replay_recordings, same, stages_stay_eager
 from tests.builders.trees import KINDS, NODES, TreeBatch, cut, logprobs_at, tree_batch, walks
@@ -256,6 +257,23 @@ def test_streams_with_trees_are_those_without(drafter, count, rounds):
         assert accepted > count or drafter == "garbage"
 
 
+def test_a_watermark_alone_copies_no_text(monkeypatch):
+    """It reads the last tokens of a row where they stand, in the history and in the drafts before it."""
+    monkeypatch.setattr(edits_of_rows, "row_history", None)
+    sampler = edited_sampler("eager", ROWS)
+    batch = tree_batch(sampler, 3)
+    for n, request in enumerate(batch.requests):
+        request.given["watermark_tokens"] = 1 + n % 3
+    for _ in range(4):
+        batch.draw(sampler)
+        own = iter(batch.own.token_ids.tolist())
+        for tree, tokens in zip(batch.parents, batch.drafts, strict=True):
+            rows = [next(own) for _ in range(len(tree) + 1)]
+            tokens[:] = [rows[1 + parent] for parent in tree]
+    batch.draw(sampler)
+    assert check(verified(sampler, batch), batch)
+
+
 HOST_FAULTS: list[tuple[Any, str]] = [
     ([[-1, 1, 0], [-1]], "the parent of draft 1 of request 0 must be an earlier draft or -1, got 1"),
     ([[1, -1, 0], [-1]], "the parent of draft 0 of request 0 must be an earlier draft or -1, got 1"),
@@ -402,6 +420,23 @@ def test_siblings_are_the_best_of_the_race_in_order(edits):
         assert torch.equal(made.drawn.status, drawn.drawn.status)
 
 
+@pytest.mark.parametrize("rule", ["match", "rejection"])
+def test_siblings_are_replayed_where_a_verification_names_their_number(rule):
+    way = Verification(rule, 6, "one_hot" if rule == "match" else "logits", trees=True, siblings=2)
+    graph, eager = edited_sampler("eager", 8, verifications=[way], buckets=[8]), edited_sampler("eager", 8)
+    replay_recordings(graph)
+    graph.warmup(modes=["full"])
+    logits, positions, made = torch.randn(3, V, generator=torch.Generator().manual_seed(5)), torch.tensor([3, 9, 4]), []
+    for sampler in (graph, eager):
+        plan = sampler.plan([sampler.add_request(SamplingParams(seed=n, top_k=9)) for n in range(3)])
+        siblings = [
+            sampler.draft(plan, logits, positions, rule == "match", width=width).token_ids for width in (2, 2, 3)
+        ]
+        made.append(torch.cat(siblings, 1))
+    assert torch.equal(*made)
+    assert graph.statistics().replays == 2  # of 2 siblings; three run as they are
+
+
 def test_siblings_of_small_vocabularies_of_padding_and_of_no_request_are_none():
     sampler = Sampler(3, 4, backend="eager")
     slot = sampler.add_request(SamplingParams(seed=1))
@@ -417,6 +452,10 @@ def test_wrong_siblings_are_named():
     call = plan, torch.randn(1, V), torch.zeros(1).long()
     with pytest.raises(ValueError, match=r"width must be in \[1, 64\], got 0"):
         sampler.draft(*call, width=0)
+    with pytest.raises(ValueError, match=r"siblings must be an int in \[0, 4\], got 5"):
+        Verification("match", 4, trees=True, siblings=5)
+    with pytest.raises(ValueError, match="siblings must be 0 without trees=True, got 2"):
+        Verification("match", 4, siblings=2)
     handle, chain = sampler.draft(*call, width=1), sampler.plan(plan.slots, num_drafts=[1])
     with pytest.raises(ValueError, match="got siblings; pass token_ids and parents instead"):
         sampler.verify(chain, torch.randn(2, V), [handle], torch.zeros(1).long())
