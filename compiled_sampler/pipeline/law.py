@@ -38,8 +38,7 @@ def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> Proba
     row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
 
     def law_of(logits: Tensor, row_slots: RowSlots) -> Law:
-        law, _ = row_law(schedule, logits, row_slots, run)
-        return law if isinstance(law, Law) else run(sum_law, law, filters_min_p=mode.filters_min_p)
+        return summed(mode, row_law(schedule, logits, row_slots, run)[0], run)
 
     def probabilities_of_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None) -> ProbabilityOutputs:
         logits = edited_logits(schedule, logits, row_slots, edits, run)
@@ -70,6 +69,11 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
         return run(candidate_law, *draw_inputs, by_key=schedule.compares_keys), candidates.tokens
     blocks = block_maxima(schedule, logits, run, names=True)
     return unfiltered_law(schedule, logits, blocks, row_slots, None, run), None
+
+
+def summed(mode: Mode, law: AnyLaw, run: Run) -> Law:
+    """The law with its sums taken; in no stage where they are, as Inductor compiles none that returns its arguments."""
+    return law if isinstance(law, Law) else run(sum_law, law, filters_min_p=mode.filters_min_p)
 
 
 def chunked_row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:

@@ -44,7 +44,7 @@ from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.bounds import Leaders, draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.kept import cut_of_drawn, kept_of_token
-from compiled_sampler.passes.law import Law, race_order, sum_law
+from compiled_sampler.passes.law import race_order
 from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
 from compiled_sampler.passes.race import (
     draw_and_keep,
@@ -57,7 +57,7 @@ from compiled_sampler.passes.race import (
 )
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import Edited, drawing_schedule, edited_logits, logits_to_draw_from, with_one_mask
-from compiled_sampler.pipeline.law import row_law
+from compiled_sampler.pipeline.law import row_law, summed
 from compiled_sampler.pipeline.logprobs import NOTHING_FOUND, FoundLaw, logprobs_of_chunk, sums_kept, with_kept
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import (
@@ -134,9 +134,8 @@ def best_step(
         logits: Tensor, row_slots: RowSlots, noise_slots: RowSlots, edits: EditInputs | None
     ) -> SampleOutputs:
         logits = edited_logits(schedule, logits, row_slots, edits, run)
-        law, _ = row_law(schedule, logits, row_slots, run)
-        summed = law if isinstance(law, Law) else run(sum_law, law, filters_min_p=mode.filters_min_p)
-        return run(race_order, logits, summed, noise_slots, **static)
+        law = summed(mode, row_law(schedule, logits, row_slots, run)[0], run)
+        return run(race_order, logits, law, noise_slots, **static)
 
     return in_chunks(schedule, run, best_of_chunk, inputs.logits, row_slots, noise_slots, inputs.edits)
 

@@ -26,11 +26,11 @@ from compiled_sampler.core.stage import Run, call, overlap
 from compiled_sampler.edits.recording import cut_at_stop
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import Mode
-from compiled_sampler.passes.law import AnyLaw, Law, sum_law
+from compiled_sampler.passes.law import AnyLaw, Law
 from compiled_sampler.passes.maxima import order_maxima_of
 from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
 from compiled_sampler.pipeline.edits import edited_logits
-from compiled_sampler.pipeline.law import chunked_row_law, probability_law, unfiltered_law
+from compiled_sampler.pipeline.law import chunked_row_law, probability_law, summed, unfiltered_law
 from compiled_sampler.pipeline.sample import Draw, edit_and_draw
 from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.verify_chunks import for_several, in_request_chunks
@@ -162,9 +162,8 @@ def _walked(
     tree = drafted_tree(inputs, run)
     assert tree is not None
     assert values is not None
-    law = run(sum_law, law, filters_min_p=mode.filters_min_p)
     assert proposal.law is not None  # one-hot drafts are refused
-    laws = law, run(sum_law, proposal.law, filters_min_p=mode.filters_min_p)
+    laws = summed(mode, law, run), summed(mode, proposal.law, run)
     nodes, walk = run(judge_nodes, logits, *laws, values, layout, tree, requests, drafts, **vocab)
     for _ in range(drafts.shape[1]):
         rows = walk.row_ids, walk.proposals

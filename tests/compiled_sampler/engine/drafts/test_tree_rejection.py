@@ -128,16 +128,20 @@ def test_narrow_trees_are_replayed_in_a_wide_variant_and_slots_are_used_again():
     assert graph.statistics().replays > 0
 
 
-@pytest.mark.parametrize("mode", tiers(["full"], ["no_filter"]))
+@pytest.mark.parametrize("mode", tiers(["top_k_top_p[64]"], ["full", "no_filter"]))
 def test_compiled_stages_have_the_bits_of_eager_ones(mode):
     eager = edited_sampler("eager", 64)
     compiled = edited_sampler("compiled", 8, verifications=[WAY], buckets=[8])
     compiled.warmup(modes=[mode])
-    of_mode = {"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0} if mode == "no_filter" else {}
+    laws = {"no_filter": {"top_k": 0, "top_p": 1.0, "min_p": 0.0}, "top_k_top_p[64]": {"top_k": 9, "top_p": 0.9}}
+    of_mode = {"temperature": 0.9, **laws[mode]} if mode in laws else {}
     with nothing_compiles():
         for seed, kind in enumerate(KINDS):
             batch = batch_of(seed, kind, (), of_mode)
             assert same(verified(compiled, batch), verified(eager, batch))
+    lowering = compiled.statistics().lowering
+    assert lowering is not None
+    assert not lowering.eager_stages
 
 
 def test_a_sibling_that_comes_again_is_told_and_passed_over():
