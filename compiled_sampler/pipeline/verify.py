@@ -76,6 +76,8 @@ class _Target(NamedTuple):
     """The target's law of each row ``[R]``, or of each draft ``[D]`` if ``_has_law_by_draft``."""
     ordered: Tensor | None
     """int64 ``[R, C]``, packed keys of the candidates if these hold every token that the filters keep; else None."""
+    tree: Tree | None = None
+    """The trees of the drafts; None for chains."""
 
 
 def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, draw: Draw = edit_and_draw) -> VerifyOutputs:
@@ -95,8 +97,7 @@ def _verify(mode: Mode, inputs: VerifyInputs, run: Run, draw: Draw) -> VerifyOut
     else:
         with ExitStack() as undo:
             target, proposal = _laws(schedules, inputs, run, undo)
-            of_tree = inputs.parents is not None and inputs.draft_token_ids.shape[1] > 0
-            judged = _walked if of_tree else _judged
+            judged = _judged if target.tree is None else _walked
             outputs, row_logprobs = judged(schedules, inputs, target, proposal, run)
     if inputs.parents is not None and outputs.node_ids is None:  # no request has a draft
         outputs = outputs._replace(node_ids=inputs.parents)
@@ -112,7 +113,7 @@ def _matched(
     schedule, slots, drafts = schedules.rows, inputs.slots, inputs.draft_token_ids
     tree: Tree | None = None
     if schedule.mode.from_probabilities:
-        probabilities, layout, law, _ = _target(schedules, inputs, run)
+        probabilities, layout, law, *_ = _target(schedules, inputs, run)
         final = run(every_row_final, law, layout, inputs.table)
         winners = _final_winners(schedule, probabilities, values=None, final=final, run=run)
         draws = run(draw_from_final_blocks, *winners, final)
@@ -134,7 +135,7 @@ def _judged(
 ) -> tuple[VerifyOutputs, LogprobOutputs | None]:
     """The outputs of a rule that compares laws, and logprobs of rows ``[R]`` if asked for."""
     mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
-    vocab, (logits, layout, law, ordered) = {"vocab_size": mode.vocab_size}, target
+    vocab, (logits, layout, law, ordered, _) = {"vocab_size": mode.vocab_size}, target
     requests, values = RowSlots(inputs.table, slots, inputs.positions), proposal.values
     by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
     judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **vocab, **rule, by_draft=by_draft)
@@ -157,9 +158,8 @@ def _walked(
 ) -> tuple[VerifyOutputs, LogprobOutputs | None]:
     """``_judged`` of trees by the rule ``rejection``: one test of each request at a time, from the root on."""
     mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
-    vocab, (logits, layout, law, ordered) = {"vocab_size": mode.vocab_size}, target
+    vocab, (logits, layout, law, ordered, tree) = {"vocab_size": mode.vocab_size}, target
     requests, values = RowSlots(inputs.table, slots, inputs.positions), proposal.values
-    tree = drafted_tree(inputs, run)
     assert tree is not None
     assert values is not None
     assert proposal.law is not None  # one-hot drafts are refused
@@ -209,13 +209,14 @@ def _has_law_by_draft(mode: Mode) -> bool:
 
 def _target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack | None = None) -> _Target:
     """The target's law of every row ``[R]``, from probabilities or from filtered logits."""
-    schedule, layout = schedules.rows, layout_of(schedules, inputs, run)
+    schedule, tree = schedules.rows, drafted_tree(inputs, run)
+    layout = layout_of(schedules, inputs, run, tree)
     if schedule.mode.from_probabilities:
         return _Target(inputs.logits, layout, probability_law(schedule, inputs.logits, run, looks=True), None)
     row_slots = row_slots_of(layout, inputs)
-    edits, _ = with_paths(schedule.mode, inputs, layout, drafted_tree(inputs, run), run)
+    edits, _ = with_paths(schedule.mode, inputs, layout, tree, run)
     logits = edited_logits(schedule, target_logits(inputs), row_slots, edits, run, undo)
-    return _Target(logits, layout, *chunked_row_law(schedule, logits, row_slots, run))
+    return _Target(logits, layout, *chunked_row_law(schedule, logits, row_slots, run), tree)
 
 
 def _judging_target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> _Target:

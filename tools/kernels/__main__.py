@@ -35,6 +35,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--rule", choices=RULES, help="verify drafts instead of sampling")
     parser.add_argument("--drafts", default="one_hot", choices=[*PROPOSALS, CACHE, PROCESSED])
+    parser.add_argument("--trees", action="store_true", help="drafts are trees of two children a node")
     parser.add_argument("--width", type=int, default=3, help="drafts a request")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--generate", choices=list(BACKENDS), help="only generate code: of a GPU's stages or the CPU's")
@@ -46,7 +47,9 @@ def main() -> None:
     """Compile, run, print, store."""
     arguments = _arguments()
     device = "cpu" if arguments.generate else arguments.device
-    verification = arguments.rule and Verification(arguments.rule, arguments.width, arguments.drafts)
+    verification = arguments.rule and Verification(
+        arguments.rule, arguments.width, arguments.drafts, trees=arguments.trees
+    )
     make = partial(
         step_of,
         arguments.mode,
@@ -62,7 +65,8 @@ def main() -> None:
     else:
         found = recorded(make(rows=row_class(arguments.rows, torch.device(device))), step)
     where = f"{arguments.generate or device}, torch {torch.__version__}"
-    variant = f"{arguments.rule} of {arguments.width} drafts, {arguments.mode}" if verification else arguments.mode
+    drafts = f"trees of {arguments.width} drafts" if arguments.trees else f"{arguments.width} drafts"
+    variant = f"{arguments.rule} of {drafts}, {arguments.mode}" if verification else arguments.mode
     title = (
         f"{variant} of {REQUESTS[arguments.mode]!r}, [{arguments.rows}, {arguments.vocab}] {arguments.dtype}, {where}"
     )

@@ -75,6 +75,7 @@ def step_of(
         _proposals(mode, rows, width, dtype, device),
         state.table,
         draft_table=unfiltered_table(state.table, vocab_size),
+        parents=(torch.arange(width, device=device) // 2 - 1).expand(rows, width) if verification.trees else None,
     )
     return partial(verify_step, mode, inputs)
 
