@@ -429,6 +429,11 @@ class Sampler(RequestHolder):
             plan, token_bitmask, edit_inputs, consume_logits, logprobs, by_row=rule == "match"
         )
         if not isinstance(draft_token_ids, Tensor):
+            if parents is not None and rule != "match":
+                raise ValueError(
+                    "draft_token_ids must be a tensor for trees under 'rejection', got handles, drawn one by one; "
+                    "siblings are drawn without replacement: draft(..., coupled=False, width=w)"
+                )
             draft_token_ids, proposals = self._verifier.of_handles(plan, draft_token_ids, rule, proposals, is_captured)
         tensors = logits, draft_token_ids, positions, proposals
         if parents is not None and not isinstance(parents, Tensor):

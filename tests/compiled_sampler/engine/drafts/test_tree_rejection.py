@@ -207,3 +207,13 @@ def test_tokens_of_drawn_trees_have_the_law_of_the_target(count, rounds):
     wanted = p * count * rounds
     limits = [float((((each - wanted) ** 2) / wanted).sum()) for each in (pairs, wrong)]
     assert limits[0] < 73.0 < limits[1]  # chi-square of 24 degrees of freedom is beyond it once in 700,000
+
+
+def test_handles_of_trees_are_refused():
+    sampler = Sampler(V, 4, backend="eager")
+    slots, logits = [sampler.add_request(SamplingParams(seed=1))], torch.randn(1, V)
+    handles = [sampler.draft(sampler.plan(slots), logits, torch.tensor([3]), False, offset) for offset in range(2)]
+    call = sampler.plan(slots, num_drafts=[2]), torch.randn(3, V), handles, torch.tensor([3])
+    with pytest.raises(ValueError, match="siblings are drawn without replacement"):
+        sampler.verify(*call, "rejection", parents=[[-1, -1]])
+    assert sampler.verify(*call, "match", parents=[[-1, -1]]).num_emitted.item() >= 1
