@@ -128,7 +128,10 @@ class CompileQueue:
         """Have a thread for each stage that waits, as many as there may be processes."""
         while len(self._threads) < min(self._most_threads, len(self._waiting)) and not self._is_over:
             thread = threading.Thread(target=self._serve, name="compiled_sampler", daemon=True)
-            thread.start()  # it waits for the lock
+            try:
+                thread.start()  # it waits for the lock
+            except RuntimeError:  # no room for a thread now; the next eager step asks for it again
+                return
             self._threads.add(thread)
 
     def withdraw(self, wanted: WantedStage) -> bool:

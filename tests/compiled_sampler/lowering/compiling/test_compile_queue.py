@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -237,6 +238,17 @@ def test_a_warmup_that_does_not_wait_puts_its_stages_before_those_of_calls():
     QUEUE._waiting.clear()
     assert of_call
     assert "first_from_blocks" in names[:-of_call]
+
+
+def test_where_no_thread_can_start_a_stage_runs_eager_and_the_next_call_tries_again():
+    put_on_disk()
+    stages = CompiledStages()
+    with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+        assert is_right(stages)
+        assert is_right(stages)
+    assert stages.status().queued_stages == {"order_maxima": 1}
+    assert is_right(stages)
+    assert settled(stages, 60.0)
 
 
 def test_a_child_that_is_forked_reads_what_is_there_from_a_disk_that_it_must_not_write(monkeypatch, kept_threads):
