@@ -217,3 +217,53 @@ def test_handles_of_trees_are_refused():
     with pytest.raises(ValueError, match="siblings are drawn without replacement"):
         sampler.verify(*call, "rejection", parents=[[-1, -1]])
     assert sampler.verify(*call, "match", parents=[[-1, -1]]).num_emitted.item() >= 1
+
+
+LAWS = {"no_filter": {"temperature": 0.9}, "top_k_top_p[64]": {"top_k": 50, "top_p": 0.9}, "full": {"top_p": 0.8}}
+
+
+@pytest.mark.parametrize("mode", LAWS)
+def test_captured_trees_of_both_rules_and_their_drafts_are_those_of_eager_torch(mode, device):
+    """On the CPU they are replayed from recordings."""
+    replayed, eager = captured_sampler(device, "graph"), captured_sampler(torch.device("cpu"), "eager")
+    replayed.warmup(modes=[mode])
+    for seed in range(4):
+        for rule in ("match", "rejection"):
+            assert of_captured_trees(replayed, rule, seed, mode) == of_captured_trees(eager, rule, seed, mode)
+    found = replayed.statistics()
+    assert (found.replays, found.direct_runs) == (32, 0)
+    assert found.lowering is None or not found.lowering.eager_stages
+
+
+def captured_sampler(device: torch.device, backend: str) -> Sampler:
+    ways = [Verification("match", 6, trees=True, siblings=2), Verification("rejection", 6, "logits", True, siblings=2)]
+    is_recorded = backend == "graph" and device.type == "cpu"
+    made = Sampler(1009, 4, device, backend="eager" if is_recorded else backend, verifications=ways, buckets=[4])
+    if is_recorded:
+        replay_recordings(made)
+    return made
+
+
+def of_captured_trees(sampler: Sampler, rule: str, seed: int, mode: str) -> Any:
+    """Drafts of two levels, two of each node, and what comes of them."""
+    count, size, device = sampler.max_num_requests, sampler.vocab_size, sampler.device
+    source, is_coupled = torch.Generator().manual_seed(seed), rule == "match"
+    target = (3.0 * torch.randn(count, 7, size, generator=source)).to(device)
+    inner = (target[:, :3] + 0.5 * torch.randn(count, 3, size, generator=source).to(device)).contiguous()
+    params = [SamplingParams(seed=seed * count + n, **LAWS[mode]) for n in range(count)]
+    slots, positions = [sampler.add_request(each) for each in params], torch.arange(count, device=device)
+    plan, levels = sampler.plan(slots, mode), list[Tensor]()
+    for node in range(3):  # the root, and its two children
+        depth = int(node > 0)
+        drawn = sampler.draft(plan, inner[:, node].contiguous(), positions + depth, is_coupled, depth, width=2)
+        levels.append(drawn.token_ids)
+    drafts = torch.cat(levels, 1)
+    proposals = None if is_coupled else inner.repeat_interleave(2, 1).flatten(0, 1)
+    parents = torch.tensor([-1, -1, 0, 0, 1, 1], device=device).repeat(count, 1)
+    drafted = sampler.plan(slots, mode, num_drafts=[6] * count)
+    call = drafted, target.flatten(0, 1), drafts, positions, rule
+    made = sampler.verify(*call, draft_logits=proposals, parents=parents)
+    for slot in slots:
+        sampler.remove_request(slot)
+    assert made.node_ids is not None
+    return drafts.tolist(), made.tolist(), made.node_ids.tolist(), made.status.tolist()
