@@ -112,10 +112,8 @@ def places_of_rejection(decoder: Decoder, length: int, width: int, source: np.ra
 def places_of_recursion(decoder: Decoder, length: int, width: int) -> np.ndarray:
     """The place of the sibling that the rule ``rejection`` accepts, as ``places_of_rejection``."""
     made, sampler, plan = list[Tensor](), decoder.sampler, decoder.plan
-    with_drafts, parents = (
-        sampler.plan(plan.slots, num_drafts=[width] * len(plan.slots)),
-        [[-1] * width] * len(plan.slots),
-    )
+    with_drafts = sampler.plan(plan.slots, num_drafts=[width] * len(plan.slots))
+    parents = [[-1] * width] * len(plan.slots)
     for _ in range(length):
         target, draft = decoder.logits()
         siblings = sampler.draft(plan, draft, decoder.positions, coupled=False, width=width).token_ids

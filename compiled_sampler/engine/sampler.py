@@ -338,19 +338,17 @@ class Sampler(RequestHolder):
             check_logits(tensors["logits"], count, self._logits, "draft_logits")
             check_positions(positions, count, self.device)
             self._custom.check_given(plan.edits, edit_tensors, count, self.device)
-            step = Step("sample" if coupled else "draft", plan.mode, edits=edits)
-            step = (
-                step
-                if width is None
-                else Step("best", plan.mode, edits=edits, num_best=width, has_own_noise=not coupled)
-            )
+            if width is None:
+                step = Step("sample" if coupled else "draft", plan.mode, edits=edits)
+            else:
+                step = Step("best", plan.mode, edits=edits, num_best=width, has_own_noise=not coupled)
             return self._runner.resolve(step, plan, tensors, None)
 
         key = "draft", plan.mode.name, count, plan.num_drafts is None, plan.replaced, coupled, edits, width
         run = self._calls.run_for(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
-        number = (
-            0 if coupled or width is not None or self._draft_cache is None else self._draft_cache.claim(plan, offset)
-        )
+        number = 0
+        if self._draft_cache is not None and not coupled and width is None:
+            number = self._draft_cache.claim(plan, offset)
         drawn: SampleOutputs = run(plan, tensors, None)
         if width is not None:
             drawn = drawn._replace(token_ids=drawn.token_ids.view(count, width))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 
 import torch
 
@@ -15,6 +16,11 @@ from graph_cache import BufferSpec
 
 _MOST_COPIED = {False: 400_000_000, True: 700_000_000}  # bytes, by whether top-k or top-p is compiled in
 _ALSO = (torch.int32,)  # of slots, positions, counts and drafts, besides int64
+
+
+_way_of = attrgetter(
+    "mode.rule", "mode.drafts", "mode.from_probabilities", "of_trees", "num_best", "has_own_noise"
+)  # what a step that serves another has in common with it, besides edits and logprobs
 
 
 @dataclass(frozen=True)
@@ -133,14 +139,7 @@ class Step:
 
     def covers(self, other: Step) -> bool:
         """Whether it serves all batches of another step that verifies in the same way."""
-        steps = self, other
-        ways = [(step.mode.rule, step.mode.drafts, step.mode.from_probabilities, step.of_trees) for step in steps]
-        siblings = [(step.num_best, step.has_own_noise) for step in steps]
-        is_alike = (
-            ways[0] == ways[1]
-            and siblings[0] == siblings[1]
-            and (self.edits, self.logprobs) == (other.edits, other.logprobs)
-        )
+        is_alike = _way_of(self) == _way_of(other) and (self.edits, self.logprobs) == (other.edits, other.logprobs)
         return is_alike and includes(self.mode, other.mode)
 
     def can_replace(self, other: Step, with_call: Sequence[str] = ()) -> bool:

@@ -129,14 +129,14 @@ class Verifier:
         check_rule(rule)
         check_keeps_watermark(plan, mode, rule)
         proposals = self._in_sampler_dtype(call.proposals)
-        proposals.forms(rule, plan)
+        forms = proposals.forms(rule, plan)
         if proposals.probs is not None:
             check_logits(proposals.probs, plan.num_proposals, self._probs, "draft_probs")
         if proposals.logits is not None:
             check_logits(proposals.logits, plan.num_proposals, self._logits, "draft_logits")
         check_drafts(call.token_ids, count, plan.width, plan.num_proposals, device)
         if call.parents is not None:
-            check_tree_rule(rule, proposals.forms(rule, plan)[0] if plan.width else "")
+            check_tree_rule(rule, forms[0] if plan.width else "")
             check_drafts(call.parents, count, plan.width, plan.num_proposals, device, "parents")
             if call.parents.shape != call.token_ids.shape:
                 shapes = list(call.token_ids.shape), list(call.parents.shape)

@@ -196,12 +196,12 @@ def _draw_from_winners(
         if not mode.draws:
             blocks = block_maxima(schedule, logits, run)
             return run(first_of_shard, logits, blocks, **schedule.order.blocks, **start)
-        if largest is not None:
-            rows, row_max, _ = run(raced_rows, largest, row_slots, stream=stream, **start)
-        else:
+        if largest is None:
             rows, row_max = run(rows_of_shard, row_slots, stream=stream, **start), None
-        if largest is None and schedule.races_by_bounds:
-            return run(winners_of_leaders, *race_by_bounds(schedule, logits, rows, run, finds_max=False), **start)
+            if schedule.races_by_bounds:
+                return run(winners_of_leaders, *race_by_bounds(schedule, logits, rows, run, finds_max=False), **start)
+        else:
+            rows, row_max, _ = run(raced_rows, largest, row_slots, stream=stream, **start)
         blocks = race_blocks(schedule, logits, rows, row_max, last, run)
         race = logits, blocks, rows, row_max, last
         return run(winners_of_blocks, *race, **schedule.race.blocks_by_bits, **start)

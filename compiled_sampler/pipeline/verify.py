@@ -97,8 +97,7 @@ def _verify(mode: Mode, inputs: VerifyInputs, run: Run, draw: Draw) -> VerifyOut
     else:
         with ExitStack() as undo:
             target, proposal = _laws(schedules, inputs, run, undo)
-            judged = _judged if target.tree is None else _walked
-            outputs, row_logprobs = judged(schedules, inputs, target, proposal, run)
+            outputs, row_logprobs = _judged(schedules, inputs, target, proposal, run)
     if inputs.parents is not None and outputs.node_ids is None:  # no request has a draft
         outputs = outputs._replace(node_ids=inputs.parents)
     if inputs.stops is not None:
@@ -134,9 +133,28 @@ def _judged(
     schedules: VerifySchedules, inputs: VerifyInputs, target: _Target, proposal: Proposal, run: Run
 ) -> tuple[VerifyOutputs, LogprobOutputs | None]:
     """The outputs of a rule that compares laws, and logprobs of rows ``[R]`` if asked for."""
-    mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
+    slots, drafts, node_ids, values = inputs.slots, inputs.draft_token_ids, None, proposal.values
+    if target.tree is None:
+        final = _final_of_chains(schedules, inputs, target, proposal, run)
+    else:
+        final, node_ids, drafts = _final_of_trees(schedules, inputs, target, target.tree, proposal, run)
+    if target.ordered is not None:
+        vocab = {"vocab_size": schedules.rows.mode.vocab_size}
+        outputs = run(emit_from_final_candidates, target.ordered, values, final, slots, drafts, **vocab)
+    else:
+        winners = _final_winners(schedules.requests, target.logits, values, final, run)
+        outputs = run(emit_from_final_blocks, *winners, final, slots, drafts)
+    outputs = outputs._replace(node_ids=node_ids)
+    return outputs, emitted_logprobs(schedules.rows, target.logits, inputs, outputs, run)
+
+
+def _final_of_chains(
+    schedules: VerifySchedules, inputs: VerifyInputs, target: _Target, proposal: Proposal, run: Run
+) -> Final:
+    """The final row of each request, whose drafts are a chain."""
+    mode, drafts, values = schedules.rows.mode, inputs.draft_token_ids, proposal.values
     vocab, (logits, layout, law, ordered, _) = {"vocab_size": mode.vocab_size}, target
-    requests, values = RowSlots(inputs.table, slots, inputs.positions), proposal.values
+    requests = RowSlots(inputs.table, inputs.slots, inputs.positions)
     by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
     judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **vocab, **rule, by_draft=by_draft)
     carry = prefixes = None
@@ -144,23 +162,16 @@ def _judged(
         carry = run(carried_ratio, judged.ratio, layout, drafts)
         sums = _residual_sums(schedules.rows, logits, ordered, values, judged, carry, layout, run)
         prefixes = run(judge_prefixes, sums, carry, judged.is_possible, layout, inputs.table)
-    final = run(final_rows, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
-    if ordered is not None:
-        outputs = run(emit_from_final_candidates, ordered, values, final, slots, drafts, **vocab)
-    else:
-        winners = _final_winners(schedules.requests, logits, values, final, run)
-        outputs = run(emit_from_final_blocks, *winners, final, slots, drafts)
-    return outputs, emitted_logprobs(schedules.rows, logits, inputs, outputs, run)
+    return run(final_rows, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
 
 
-def _walked(
-    schedules: VerifySchedules, inputs: VerifyInputs, target: _Target, proposal: Proposal, run: Run
-) -> tuple[VerifyOutputs, LogprobOutputs | None]:
-    """``_judged`` of trees by the rule ``rejection``: one test of each request at a time, from the root on."""
-    mode, slots, drafts = schedules.rows.mode, inputs.slots, inputs.draft_token_ids
-    vocab, (logits, layout, law, ordered, tree) = {"vocab_size": mode.vocab_size}, target
-    requests, values = RowSlots(inputs.table, slots, inputs.positions), proposal.values
-    assert tree is not None
+def _final_of_trees(
+    schedules: VerifySchedules, inputs: VerifyInputs, target: _Target, tree: Tree, proposal: Proposal, run: Run
+) -> tuple[Final, Tensor, Tensor]:
+    """The final row of each request, by one test of each at a time from the root on; nodes and drafts of its path."""
+    mode, drafts, values = schedules.rows.mode, inputs.draft_token_ids, proposal.values
+    vocab, (logits, layout, law, ordered, _) = {"vocab_size": mode.vocab_size}, target
+    requests = RowSlots(inputs.table, inputs.slots, inputs.positions)
     assert values is not None
     assert proposal.law is not None  # one-hot drafts are refused
     laws = summed(mode, law, run), summed(mode, proposal.law, run)
@@ -173,14 +184,7 @@ def _walked(
             blocks = schedules.requests.mass.blocks
             sums = run(residual_of_walked_blocks, logits, values, *laws, walk.debt, rows, **blocks)
         walk = run(walk_on, walk, sums, nodes, tree, layout)
-    final, node_ids, tokens = run(final_of_walk, walk, nodes, *laws, layout, tree, requests, drafts, **vocab)
-    if ordered is not None:
-        outputs = run(emit_from_final_candidates, ordered, values, final, slots, tokens, **vocab)
-    else:
-        winners = _final_winners(schedules.requests, logits, values, final, run)
-        outputs = run(emit_from_final_blocks, *winners, final, slots, tokens)
-    outputs = outputs._replace(node_ids=node_ids)
-    return outputs, emitted_logprobs(schedules.rows, logits, inputs, outputs, run)
+    return run(final_of_walk, walk, nodes, *laws, layout, tree, requests, drafts, **vocab)
 
 
 def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> tuple[_Target, Proposal]:

@@ -90,7 +90,6 @@ def layout_of(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, tree: 
     mode, searched = schedules.requests.mode, schedules.requests.searches_requests
     static = {"vocab_size": mode.vocab_size, "searched": searched}
     layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **static)
-    tree = drafted_tree(inputs, run) if tree is None else tree
     if tree is not None:
         if not mode.matches_drafts:
             layout = layout._replace(trials=run(tree_trials, layout, tree, slots, positions))
@@ -221,8 +220,9 @@ def _edited_proposal(
     schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor | PickedRows, edits: EditInputs, run: Run
 ) -> Proposal:
     """The proposals ``[D, >=V]`` after edits, which read the position and the history of each draft, and their law."""
-    schedule, layout = schedules.drafts, layout_of(schedules, inputs, run)
-    edits = with_paths(schedule.mode, inputs, layout, drafted_tree(inputs, run), run)[0] or edits
+    schedule, tree = schedules.drafts, drafted_tree(inputs, run)
+    layout = layout_of(schedules, inputs, run, tree)
+    edits = with_paths(schedule.mode, inputs, layout, tree, run)[0] or edits
     row_slots = trial_slots_of(layout, inputs)
     logits = edited_logits(schedule, values, row_slots, edits_of_drafts(layout, edits), run)
     return Proposal(logits, chunked_row_law(schedule, logits, row_slots, run)[0])

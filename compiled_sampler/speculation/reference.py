@@ -76,10 +76,10 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
         parameters = gather_rows(RowSlots(table, slots[:count], positions[:count]), stream=TARGET)
         proposed = reference.weights(proposals, parameters, base_is_row=mode.base_is_row)
     places, siblings = offsets[:count], torch.zeros(count, dtype=torch.int64, device=x.device)
-    for node, parent in enumerate(parents or []):
-        siblings[node] = sum(parents[each] == parent and int(depths[each + 1]) > 0 for each in range(node))  # type: ignore[index]
     if parents is not None:
         places = (depths[1:] - 1).clamp(min=0)
+        for node, parent in enumerate(parents):
+            siblings[node] = sum(parents[each] == parent and int(depths[each + 1]) > 0 for each in range(node))
     numbers = accept_number(inputs.table, slots[:count], inputs.positions[n] + places, places, siblings)
     return Request(
         p=_laws(weights),

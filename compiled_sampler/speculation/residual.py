@@ -171,9 +171,9 @@ def _sum_left(
     x: Tensor, m: Tensor, ids: Tensor, law: Law, proposed: Law, debt: Tensor, own: Tensor | None = None
 ) -> Tensor:
     """The sum of ``relu(p - debt * q)`` along the last dimension, in units of ``1 / UNIT``."""
-    p = weight_units(x, ids, law.cut).to(torch.float64) * expand_to(law.inverse, x)
-    q = weight_units(m, ids, proposed.cut).to(torch.float64) * expand_to(debt * proposed.inverse, x)
-    left = p - q
+    w, m = weight_units(x, ids, law.cut), weight_units(m, ids, proposed.cut)
+    owed = proposed._replace(inverse=debt * proposed.inverse)
+    left = residual_weight(w, law, None, m, owed, torch.float64)
     keep = left > 0.0 if own is None else (left > 0.0) & own
     return (torch.where(keep, left, 0.0) * UNIT).to(torch.int64).sum(-1)
 

@@ -178,8 +178,7 @@ class PlannedTensors:
 def send_rows(slots: Sequence[int], rows: np.ndarray, table: Tensor) -> None:
     """Write rows of the host into a table ``[S, ...]`` at ascending slots, on the current stream and without a wait."""
     # A copy for each run of slots: requests that come at once have the lowest free ones, mostly in one run.
-    here = torch.from_numpy(rows)
-    here = here if table.device.type == "cpu" else here.pin_memory()
+    here = _pinned(torch.from_numpy(rows), table.device)
     for _, run in itertools.groupby(enumerate(slots), lambda pair: pair[1] - pair[0]):
         places, of_run = zip(*run, strict=True)
         table[of_run[0] : of_run[-1] + 1].copy_(here[places[0] : places[-1] + 1], non_blocking=True)
@@ -191,7 +190,12 @@ def sent(numbers: np.ndarray, device: torch.device) -> Tensor:
 
 
 def _sent(here: Tensor, device: torch.device) -> Tensor:
-    return here if device.type == "cpu" else here.pin_memory().to(device, non_blocking=True)
+    return _pinned(here, device).to(device, non_blocking=True)
+
+
+def _pinned(here: Tensor, device: torch.device) -> Tensor:
+    """Numbers from where a copy to the device needs no wait."""
+    return here if device.type == "cpu" else here.pin_memory()
 
 
 _MOST_KEPT = 64  # tensors of ids that no captured step reads
