@@ -163,13 +163,13 @@ class SamplingParams:
 
     def _check_edits(self) -> None:
         """Check the parameters that edit logits or end the request, and store them in one form."""
-        if all(map(is_, _edit_values(self), _EDIT_DEFAULTS)):
+        values = _edit_values(self)
+        if all(map(is_, values, _EDIT_DEFAULTS)):
             return  # most requests; equal is not enough, as True is equal to 1
-        for name, parameter in PARAMETERS.items():
-            value = getattr(self, name)
-            if value is not _DEFAULT_OF[name]:  # defaults are as they are stored
-                object.__setattr__(self, name, parameter.check(name, value))
-        object.__setattr__(self, "extra_args", checked_extra_args(self.extra_args))
+        for name, value, default in zip(_EDIT_NAMES, values, _EDIT_DEFAULTS, strict=True):
+            if value is not default:  # defaults are as they are stored
+                check = PARAMETERS[name].check if name in PARAMETERS else checked_extra_args
+                object.__setattr__(self, name, check(name, value))
         for spec in EDIT_SPECS:
             spec.check_request(self)
 
@@ -227,8 +227,7 @@ class SamplingParams:
 
 
 _LAW_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
-_EDIT_FIELDS = tuple(field for field in fields(SamplingParams) if field.name not in _LAW_FIELDS)
+_EDIT_FIELDS = tuple(each for each in fields(SamplingParams) if each.name not in _LAW_FIELDS)
 """The other parameters, which edit logits, filter whole rows or end the request."""
-_DEFAULT_OF = {field.name: field.default for field in _EDIT_FIELDS}
-_edit_values = attrgetter(*(each.name for each in _EDIT_FIELDS))
-_EDIT_DEFAULTS = tuple(each.default for each in _EDIT_FIELDS)
+_EDIT_NAMES, _EDIT_DEFAULTS = zip(*((each.name, each.default) for each in _EDIT_FIELDS), strict=True)
+_edit_values = attrgetter(*_EDIT_NAMES)

@@ -149,7 +149,10 @@ class EditSpec:
 def normal(value: float) -> np.float32:
     """A number in float32, 0 for a denormal, which some modes of a CPU take for 0."""
     rounded = np.float32(value)
-    return rounded if abs(rounded) >= np.finfo(np.float32).tiny else np.float32(0.0)
+    return rounded if abs(rounded) >= _LEAST_NORMAL else np.float32(0.0)
+
+
+_LEAST_NORMAL = np.finfo(np.float32).tiny
 
 
 MAX_TOKEN_ID = 2**31 - 2
@@ -204,18 +207,18 @@ def check_scope(name: str, value: object) -> object:
     return value
 
 
-def checked_extra_args(values: object) -> tuple[tuple[str, Any], ...]:
+def checked_extra_args(name: str, values: object) -> tuple[tuple[str, Any], ...]:
     """What a request sets for edits of the user, as pairs by name: a dataclass as it is, or pairs of the parameters."""
     way_out = "{name: {parameter: number}}"
     pairs = values.items() if isinstance(values, Mapping) else () if values is None else values
     if isinstance(pairs, str | bytes) or not isinstance(pairs, Iterable):
-        raise TypeError(f"extra_args must map names of edits to parameters, got {values!r}; {way_out}")
+        raise TypeError(f"{name} must map names of edits to parameters, got {values!r}; {way_out}")
     made = dict[str, Any]()
     for pair in pairs:
-        name, given = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, None)
-        if not isinstance(name, str) or name in made:
-            raise TypeError(f"extra_args must map each name of an edit to parameters, got {values!r}; {way_out}")
-        made[name] = _checked_args(name, given)
+        edit, given = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, None)
+        if not isinstance(edit, str) or edit in made:
+            raise TypeError(f"{name} must map each name of an edit to parameters, got {values!r}; {way_out}")
+        made[edit] = _checked_args(edit, given)
     return tuple(sorted(made.items(), key=lambda pair: pair[0]))
 
 

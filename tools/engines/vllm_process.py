@@ -25,6 +25,7 @@ MODELS = {  # vocabulary, hidden, intermediate, layers, heads, KV heads, size of
     "small": (151_936, 1024, 3072, 4, 16, 8, 128, 0.75),  # four layers of the shapes of a Qwen3 of 0.6B parameters
     "1B": (151_936, 2048, 6144, 14, 16, 8, 128, 0.5),
     "loop": (128, 256, 512, 2, 4, 2, 64, 2.5),  # repeats itself, so that n-gram drafts are accepted
+    "law": (12, 256, 512, 2, 4, 2, 64, 0.2),  # so few tokens that each text of three has a count
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 SHARED = [(7 * each) % 100 + 10 for each in range(70)]  # two blocks of 32 tokens that the cache of prefixes may hold
@@ -43,7 +44,7 @@ LAWS: list[dict[str, Any]] = [
 """Laws of the requests whose tokens are compared, one for each of ``PROMPTS``."""
 
 
-def make_model(name: str, folder: Path) -> Path:
+def make_model(name: str, folder: Path, seed: int = 0) -> Path:
     """Random weights in bfloat16 whose logits have a spread of about 5; stored once in a folder."""
     if (folder / "model.safetensors").exists():
         return folder
@@ -55,7 +56,7 @@ def make_model(name: str, folder: Path) -> Path:
     attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": False}
     ids = {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 2, "max_position_embeddings": 4096}
     config = Qwen3Config(vocab_size=vocab, initializer_range=0.2, dtype="bfloat16", **sizes, **attention, **ids)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = Qwen3ForCausalLM(config)
     with torch.no_grad():

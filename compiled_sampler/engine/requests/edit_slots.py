@@ -58,7 +58,7 @@ class EditSlots:
         self._history: TokenHistory | None = None
         self._pending: dict[int, tuple[np.ndarray, Text | None]] = {}  # what the device is yet to get, by slot
         self._tables: dict[tuple[str, ...], tuple[EditTables, CustomEdits | None]] = {}
-        self._edited: set[int] = set()  # slots whose row is not that of a request without edits
+        self._words: dict[int, int] = {}  # of a slot's row that may differ from those of a request without edits
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +75,7 @@ class EditSlots:
         self.custom.check(params)
         edits = self.custom.expanded(edits)
         if edits:
-            check_fits(params, self._sizes, self._shape[1])
+            check_fits(params, edits, self._sizes, self._shape[1])
         found, count = reading(edits), len(prompt) + len(output)
         if found and not self._history_len:
             raise ValueError(f"history_len must be > 0 for {' and '.join(found)}, got 0; Sampler(history_len=...)")
@@ -93,14 +93,16 @@ class EditSlots:
 
         What the user's edits keep by slot begins on the device at once.
         """
+        before = self._words.pop(slot, 0)
+        if slot in self._pending:
+            before = max(before, len(self._pending[slot][0]))
         if not edits:
-            if slot in self._edited:
-                self._pending[slot] = self._layout.row_of(_NEUTRAL, (), 0, False), None
-                self._edited.discard(slot)
+            if before:
+                self._pending[slot] = self._layout.row_of(_NEUTRAL, (), 0, False, before), None
             return
-        self._edited.add(slot)
+        words = self._words[slot] = self._layout.num_words_of(edits)
         begins = bool(reading(edits))
-        row = self._layout.row_of(params, edits, len(prompt), begins)
+        row = self._layout.row_of(params, edits, len(prompt), begins, max(words, before))
         text = Text(self._without_foreign((*prompt, *output)), len(prompt)) if begins else None
         self._pending[slot] = row, text
         self.custom.states.begin(slot, [name for name, _ in params.custom])
@@ -133,7 +135,9 @@ class EditSlots:
         if not self._pending:
             return
         pending = sorted(self._pending.items())
-        send_rows([slot for slot, _ in pending], np.stack([row for _, (row, _) in pending]), self.rows)
+        for words in {len(row) for _, (row, _) in pending}:  # lists are thousands of words, and rare
+            part = {slot: row for slot, (row, _) in pending if len(row) == words}
+            send_rows([*part], np.stack([*part.values()]), self.rows[:, :words])
         texts = {slot: text for slot, (_, text) in pending if text is not None}
         if texts:
             self.history.begin(texts)
@@ -237,10 +241,10 @@ def checked_edit_sizes(sizes: EditSizes | None) -> EditSizes:
     return sizes or EditSizes()
 
 
-def check_fits(params: SamplingParams, sizes: EditSizes, vocab_size: int) -> None:
+def check_fits(params: SamplingParams, edits: Sequence[str], sizes: EditSizes, vocab_size: int) -> None:
     """Raise unless the edits of a request have room in a row, and ask nothing of ids that the vocabulary lacks."""
     for spec in EDIT_SPECS:
-        if spec.wanted(params):
+        if spec.name in edits:
             spec.check_fits(params, sizes, vocab_size)
 
 
@@ -258,18 +262,34 @@ class RowLayout:
             aligned = _ALIGNED if self.shapes[column] else words
             start = -(-end // aligned) * aligned
             self.starts[column], end = start, start + words * math.prod(self.shapes[column])
+            if not self.shapes[column]:
+                self._num_single = -(-end // _ALIGNED) * _ALIGNED
         self.num_words = -(-end // _ALIGNED) * _ALIGNED
         self._without_edits = np.zeros(self.num_words, np.int32)
         for column in columns:
             self._part(self._without_edits, column)[...] = column.off or 0
         self._of_every = [column for column in columns if column.off is None]
+        self._dtypes = {column.dtype for column in columns}
 
-    def row_of(self, params: SamplingParams, edits: Sequence[str], prompt_len: int, reads_history: bool) -> np.ndarray:
-        """The row of a request with these edits, int32 ``[num_words]``; ``check_fits`` has looked at it."""
-        row = self._without_edits.copy()
+    def num_words_of(self, edits: Sequence[str]) -> int:
+        """The words at a row's beginning that requests with these edits, or with none, may set."""
+        columns = (column for spec in EDIT_SPECS if spec.name in edits for column in spec.columns.values())
+        has_lists = any(self.shapes[column] for column in (*self._of_every, *columns))
+        return self.num_words if has_lists else self._num_single
+
+    def row_of(
+        self,
+        params: SamplingParams,
+        edits: Sequence[str],
+        prompt_len: int,
+        reads_history: bool,
+        num_words: int | None = None,
+    ) -> np.ndarray:
+        """The row of a request with these edits, int32; at most its first words; ``check_fits`` has looked at it."""
+        row = self._without_edits[:num_words].copy()
         slot_row = SlotRow(prompt_len, reads_history, self._sizes, self._vocab_size)
         used = (column for spec in EDIT_SPECS if spec.name in edits for column in spec.columns.values())
-        numbers = {dtype: row.view(ARRAY_DTYPES[dtype]) for dtype in {column.dtype for column in self.shapes}}
+        numbers = {dtype: row.view(ARRAY_DTYPES[dtype]) for dtype in self._dtypes}
         for column in dict.fromkeys((*self._of_every, *used)):
             value = column.value(params, slot_row)
             if self.shapes[column]:

@@ -105,7 +105,7 @@ def checked_params(
         own = sampler_params(params, request_id, salt).for_vocab(vocab_size)
         edits = own.edits
         if edits:
-            check_fits(own, SIZES, vocab_size)
+            check_fits(own, edits, SIZES, vocab_size)
     except (TypeError, ValueError) as error:
         return None, str(error)
     if not has_tokens and reading(edits):

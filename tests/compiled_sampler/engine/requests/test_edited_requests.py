@@ -89,9 +89,25 @@ def test_slots_that_are_used_again_keep_nothing(num_requests):
 
 def poison(sampler: Sampler, slot: int) -> None:
     edits = sampler._edits
-    if not edits._pending and slot in edits._edited:
-        edits.rows[slot] = 7
+    if not edits._pending and slot in edits._words:
+        edits.rows[slot, : edits._words[slot]] = 7
         edits.history.table.entries[slot] = 3
+
+
+@pytest.mark.parametrize("last", [{"presence_penalty": 1.0}, {"top_n_sigma": 1.0}, {}])
+def test_what_a_slot_had_is_gone_though_a_request_between_never_ran(last):
+    """Rows with lists are sent whole, others without theirs: what was sent and what waits must both be undone."""
+    sampler, logits = Sampler(V, 2, backend="eager", history_len=8), torch.zeros(2, V)
+    ran = {"allowed_token_ids": [4, 6]}
+    mate = Request({"temperature": 0.0, "seed": 1, **ran}, [1, 2], [])  # its step reads the mask of each row
+    slots = [sampler.add_request(mate.params, mate.prompt), -1]
+    for given in (ran, {"dry_multiplier": 1.0}, {"frequency_penalty": 2.0}, last, {"typical_p": 0.5}, last):
+        request = Request({"temperature": 0.5, "seed": 1, **given}, [1, 2], [])
+        slots[1] = sampler.add_request(request.params, request.prompt)
+        if given in (ran, last):
+            edited = sampler.edited_logits(sampler.plan(slots), logits, torch.tensor([2, 2]))
+            assert torch.equal(edited, edited_rows(logits, [mate, request]))
+        sampler.remove_request(slots[1])
 
 
 def test_tokens_of_others_are_written_by_set_history():
