@@ -112,7 +112,8 @@ class Verification:
     trees: bool = False
     """Whether drafts are trees, ``verify(parents=...)``, of ``width`` nodes at most."""
     siblings: int = 0
-    """w, where ``draft(width=w)`` is prepared too, for the rule "match" with ``coupled=True``; 0 prepares none."""
+    """w, where ``draft(width=w)`` is prepared too: on the target's noise for "match", with ``coupled=False`` for
+    "rejection"; 0 prepares none."""
 
     def __post_init__(self) -> None:
         """Check every field."""

@@ -90,8 +90,8 @@ def covered_slots(slots: Tensor, status: Tensor) -> Tensor:
     return torch.where(status == int(RowStatus.NOT_COVERED), -1, slots)
 
 
-def take(values: Any, index: Tensor) -> Any:
-    """Rows ``index`` of every tensor inside nested tuples: ``[R, ...]`` to ``[len(index), ...]``; None stays None."""
+def take(values: Any, index: Tensor | tuple[Tensor, ...]) -> Any:
+    """Entries ``index`` of every tensor inside nested tuples, such as rows ``[R, ...]``; None stays None."""
     if isinstance(values, Tensor):
         return values[index]
     if isinstance(values, tuple):

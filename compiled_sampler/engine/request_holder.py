@@ -33,7 +33,7 @@ from compiled_sampler.modes import PROBABILITIES, Mode, covering_mode, forced_mo
 from compiled_sampler.params import SamplingParams
 
 _MOST_PLANS = 64  # plans kept at once
-_MOST_KINDS = 4096  # of batches that are kept
+_MOST_BATCH_KINDS = 4096  # of batches that are kept
 _FROZEN = "must not be {} inside a capture, which would freeze it; do so before it begins"
 _ADDED, _PLANNED = "a request " + _FROZEN.format("added"), "a new plan " + _FROZEN.format("made")
 _CALLED = _FROZEN.format("called")
@@ -56,7 +56,7 @@ class RequestHolder:
         self._is_capturing = capture_check(device)
         self._requests = SlotState(num_slots, modes, device, generator, edits, most_rows)
         self._plans: dict[Any, Plan] = {}  # a plan that is made again costs 12 us, and an upload
-        self._kinds: dict[Any, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
+        self._batch_kinds: dict[Any, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
         self._planned_at = 0  # the epoch of the requests that they are of
         self._uploads_at_once = False
         self._reserve = DeviceReserve(device) if device.type == "cuda" else None
@@ -227,7 +227,7 @@ class RequestHolder:
         if plan is None:
             if self._is_capturing():
                 raise RuntimeError(_PLANNED)
-            kind = self._kind(self._requests.uncovered(ids, words), mode, served, ids)
+            kind = self._kind(self._requests.needs_of_batch(ids, words), mode, served, ids)
             plan = self._new_plan(kind, ids, words, counts, count_words)
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
@@ -242,7 +242,7 @@ class RequestHolder:
         What its steps do not serve is brought to the device: a capture may be the first to run one.
         """
         key = needs, mode_name, served
-        kind = self._kinds.get(key)
+        kind = self._batch_kinds.get(key)
         if kind is not None:
             return kind
         custom = self._edits.custom
@@ -256,9 +256,9 @@ class RequestHolder:
         self._edits.prepare(edits)
         for name in (mode.name, PROBABILITIES):
             self._requests.table_for(name, edits)
-        if len(self._kinds) >= _MOST_KINDS:
-            self._kinds.clear()
-        kind = self._kinds[key] = mode, edits, tuple(name for name in custom.inexact if name in edits)
+        if len(self._batch_kinds) >= _MOST_BATCH_KINDS:
+            self._batch_kinds.clear()
+        kind = self._batch_kinds[key] = mode, edits, tuple(name for name in custom.inexact if name in edits)
         return kind
 
     def _check_current(self, plan: Plan) -> bool:

@@ -83,7 +83,7 @@ class Sampler(RequestHolder):
 
     Attributes:
         vocab_size, max_num_requests, logits_dtype, top_p_base, device: as above, the device with its index.
-        backend: "eager", "compiled" or "graph".
+        backend: "eager", "compiled", "graph" or "reference"; what "auto" chose.
         modes: the mode table, cheapest mode first.
 
     Raises:
@@ -539,10 +539,9 @@ class Sampler(RequestHolder):
         """The logits that every filter and draw reads, after the edits of each request: float32 ``[R, V]``.
 
         Rows of requests that are not covered (``RowStatus.NOT_COVERED``) are -inf. Of the logits that were sampled they
-        are the first argument of ``replay``. With drafts they are the rows of
-        ``verify``; the drafts must be in the history, as for ``probs``. ``verify`` and ``sample`` write the tokens that
-        they emit; what is behind a row's own position does not count, so that logits may be edited again after the
-        step.
+        are the first argument of ``replay``. With drafts they are the rows of ``verify``; the drafts must be in the
+        history, as for ``probs``. ``verify`` and ``sample`` write the tokens that they emit; what is behind a row's own
+        position does not count, so that logits may be edited again after the step.
 
         Args:
             plan: from ``plan``, with or without drafts.
@@ -580,9 +579,10 @@ class Sampler(RequestHolder):
     ) -> None:
         """Compile and capture every step that the sampler was made for.
 
-        Nothing else waits for a compiler: calls run in eager torch, with the same bits, until background processes
-        have compiled their stages. After ``warmup`` calls of up to ``max_num_requests`` rows, of verifications as many
-        requests, run compiled stages and replay graphs; so do calls of any other kind that were made before, compiled.
+        No other call waits for Inductor: it runs in eager torch, with the same bits, until background processes have
+        compiled its stages. Without any ``warmup`` hand-written kernels are compiled at their first launch. After
+        ``warmup`` calls of up to ``max_num_requests`` rows, of verifications as many requests, run compiled stages and
+        replay graphs; so do calls of any other kind that were made before, compiled.
 
         Args:
             progress: called as ``progress(done, total, label)`` for each stage that is ready, each step that ran, then

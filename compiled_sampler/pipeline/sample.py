@@ -8,9 +8,10 @@ these are found depends on the mode:
 - ``greedy``: no noise; the first token of the row's order.
 - ``no_filter``, ``min_p``: the race reads whole rows. For large batches on a GPU, upper bounds of scores come first.
 - ``top_k_top_p[C]``: every filter ends within the candidates, the first C tokens of the order; only these race.
-- ``top_k``, ``full``: a filter may keep more tokens than the C candidates (``top_k`` has none). Such rows race over the
-  whole row, up to an exact threshold. On a GPU, kernels skip the rows that need no threshold; on the CPU, every row
-  races first, and a threshold is searched only where the winner may be a token that a filter drops.
+- ``top_k``, ``full``: a filter may keep more tokens than the C candidates (``top_k`` has none), up to an exact
+  threshold. On a GPU, rows with a top-k up to 1,024 are searched and draw from the list that is found; others race over
+  the whole row, and are searched where nothing proves that the winner is kept. On the CPU, every row races first, and a
+  threshold is searched only where the winner may be a token that a filter drops.
 """
 
 from __future__ import annotations
@@ -227,8 +228,6 @@ def _draw_beyond_candidates(
     schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, maxima: BlockMaxima | None
 ) -> SampleOutputs:
     """The winners of races, ``[R]``, in modes whose filters may keep tokens beyond the candidates."""
-    # On a GPU, rows whose filters end within the candidates race among these. The kernels of race_beyond_candidates
-    # skip them; for the other rows they find the threshold and race over the whole row.
     mode = schedule.mode
     if not schedule.skips_rows:
         assert isinstance(logits, Tensor)  # C++ reads no masks
@@ -236,10 +235,11 @@ def _draw_beyond_candidates(
         return _draw_and_recheck(schedule, logits, search_inputs, run)
     if isinstance(logits, MaskedLogits):
         logits = with_one_mask(logits, mode.vocab_size, run)
-    if not mode.capacity:  # top_k: a search and a race above the threshold, which need no pass before them
+    if not mode.capacity:  # top_k: a search, and a race of rows that keep more than a list holds; no pass before them
         rows = run(gather_rows, row_slots, stream=stream)
         winners, nan_bits = run(race_top_k, logits, rows, vocab_size=mode.vocab_size)
         return run(draw_from_winners, winners, nan_bits, rows.idle)
+    # Rows whose filters end within the candidates race among these; the kernels of race_beyond_candidates skip them.
     search_inputs = candidates_and_thresholds(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
     ordered, nan_bits, rows, row_max, known, raced = search_inputs
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}

@@ -7,6 +7,8 @@ Request n has ``num_drafts[n] + 1`` consecutive rows of logits, one for each tok
 - ``rejection`` and ``block``: compute the law, that is the distribution in integers, of the target and of the proposal;
   test each draft by the ratio of the two; then draw one token from the final row of each request: from the residual
   ``relu(p - q)`` if its draft was rejected, else from the target.
+- A tree of drafts (``speculation/trees.py``): ``match`` follows the tokens that were drawn, ``rejection`` tests one
+  child after the other; what is accepted is a path, which then takes the place of the drafts.
 
 Filters and edits are the stages of sampling, so a filter means the same here as there. Logprobs are those of the rows,
 in the places of the tokens that these emit.

@@ -40,7 +40,7 @@ class Final(NamedTuple):
     proposed: Law | None
     """Of the proposal of the rejected draft ``[N]``; None for one-hot drafts."""
     carry: Tensor | None
-    """float64 ``[N]``, see ``carried_ratio``; None for 1."""
+    """float64 ``[N]``, see ``carried_ratio``, of a tree 1 / ``Walk.debt`` where above 1; None for 1."""
     status: Tensor
     """int64 ``[N]``, the ``RowStatus`` flags that are known before the last token is drawn."""
 
@@ -140,16 +140,16 @@ def emit_matches(
     flags, _ = window(draws.status, layout.first_rows, layout, width)
     status = draws.status[index] | status_of(flags, num_accepted, layout, draft_token_ids, vocab_size)
     counts, live = (num_accepted, num_matching), slots >= 0  # an uncovered request draws -1, which no draft is
-    return emitted(draws.token_ids[index], status, counts, live, slots, draft_token_ids)
+    return outputs_of(draws.token_ids[index], status, counts, live, slots, draft_token_ids)
 
 
 def emit_final(last: SampleOutputs, final: Final, slots: Tensor, draft_token_ids: Tensor) -> VerifyOutputs:
     """The outputs of each request from its last token: accepted drafts, then that token, then -1."""
     counts = (final.num_accepted, final.num_matching)
-    return emitted(last.token_ids, last.status, counts, final.rows.idle == 0, slots, draft_token_ids)
+    return outputs_of(last.token_ids, last.status, counts, final.rows.idle == 0, slots, draft_token_ids)
 
 
-def emitted(
+def outputs_of(
     last: Tensor,
     status: Tensor,
     counts: tuple[Tensor, Tensor],
@@ -164,7 +164,7 @@ def emitted(
     nothing = torch.where(slots >= 0, 0, -1)  # to count
     alone = torch.where((status & _NOT_COVERED) != 0, _NOT_COVERED, status)
     return VerifyOutputs(
-        _emitted(last, torch.where(live, num_accepted, -1), draft_token_ids),
+        _placed_tokens(last, torch.where(live, num_accepted, -1), draft_token_ids),
         torch.where(live, num_accepted + (last >= 0), nothing),
         torch.where(live, num_accepted, nothing),
         torch.where(live, num_matching, nothing),
@@ -172,7 +172,7 @@ def emitted(
     )
 
 
-def _emitted(last: Tensor, num_accepted: Tensor, draft_token_ids: Tensor) -> Tensor:
+def _placed_tokens(last: Tensor, num_accepted: Tensor, draft_token_ids: Tensor) -> Tensor:
     """Accepted drafts, then the last token, then -1: ``[N, K+1]``; all -1 for padding, whose ``num_accepted`` is -1."""
     # Fewer than _MOST_COLUMNS drafts are written column by column: the kernel that finds the last token then writes the
     # columns too, which saves a kernel.

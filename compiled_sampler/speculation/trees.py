@@ -1,4 +1,6 @@
-"""Trees of drafts: the row of each node, the drafts before it, and the walk from the root under the rule ``match``.
+"""Trees of drafts: the row of each node and the drafts before it; the path of ``match``, the walk of ``rejection``.
+
+``match`` finds its path at once, along the tokens that were drawn; ``rejection`` walks from the root, test by test.
 
 A tree is m drafts of one request, each of which follows an earlier one or, with a parent of -1, the text itself. The
 first row of the request draws what follows the text, row j + 1 what follows node j; nodes of one depth share a position
@@ -10,7 +12,7 @@ whatever a tree holds, nothing is read out of range.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,7 @@ from compiled_sampler.speculation.acceptance import (
     proposed_of,
     weighed_drafts,
 )
-from compiled_sampler.speculation.emission import Final, emitted
+from compiled_sampler.speculation.emission import Final, outputs_of
 from compiled_sampler.speculation.row_layout import CachedRows, Layout, Trials, request_of_draft, request_of_row
 
 
@@ -160,7 +162,7 @@ def emit_path(
     status = status | _flags_of_path(draws.status, layout, tree, on_path, exists & ~is_token)
     token = draws.token_ids[in_range(layout.first_rows + 1 + last, draws.token_ids)]
     counts = num_accepted, is_taken.sum(-1)
-    outputs = emitted(token, status, counts, slots >= 0, slots, tokens)
+    outputs = outputs_of(token, status, counts, slots >= 0, slots, tokens)
     return VerifyOutputs(*outputs[:5], node_ids=node_ids)
 
 
@@ -261,13 +263,13 @@ def judge_nodes(
 
 def walk_on(walk: Walk, sums: Tensor, nodes: Nodes, tree: Tree, layout: Layout) -> Walk:
     """The walk after one test more; ``sums`` are parts of ``relu(p - b * q)`` of the rows, int64 ``[N, n]``."""
-    # With 1 - Q what the children before leave of q, and T the residual's sum, a child is accepted with the probability
-    # ((p - b q) / T) / (q / (1 - Q)). If it is not, the two laws differ as p and (b + T / (1 - Q)) q do, so one number
-    # says what is left after any number of children. T is the probability of so many rejections: an error of T counts
-    # no more than as often as it is made.
+    # After some rejected children the target's law is what is left, (p - b q) / T with its sum T, and a child is drawn
+    # from q without them, q / (1 - Q). It is accepted by the ratio of the two. If it is not, the law to draw from is
+    # relu((p - b q) / T - q / (1 - Q)), which is relu(p - (b + T / (1 - Q)) q) but for its sum: b alone has changed.
+    # T is the probability of so many rejections: an error of T counts no more than as often as it is made.
     count = tree.depths.shape[1]
     at = walk.child.clamp(max=count - 1)
-    weighed, u, is_possible, is_sure = take_nodes(nodes, at)
+    weighed, u, is_possible, is_sure = take(nodes, (torch.arange(at.shape[0], device=at.device), at))
     total = sums.sum(-1).to(torch.float64) * (1.0 / UNIT)
     rest = (weighed.q.total - walk.spent).to(torch.float64) * weighed.q.inverse
     q = weighed.m.to(torch.float64) * weighed.q.inverse
@@ -287,21 +289,6 @@ def walk_on(walk: Walk, sums: Tensor, nodes: Nodes, tree: Tree, layout: Layout) 
         torch.where(accepts, 0, walk.spent + torch.where(rejects, weighed.m.to(torch.int64), 0)),
         *_walked_rows(node, child, layout),
     )
-
-
-def take_nodes(nodes: Nodes, at: Tensor) -> Nodes:
-    """One node of each request ``[N]``."""
-    request = torch.arange(at.shape[0], device=at.device)
-    return Nodes(
-        Weighed(*(_at(field, request, at) for field in nodes.weighed)), *(field[request, at] for field in nodes[1:])
-    )
-
-
-def _at(values: Any, request: Tensor, at: Tensor) -> Any:
-    """Entries ``[N]`` of every tensor ``[N, K]`` inside nested tuples."""
-    if isinstance(values, Tensor):
-        return values[request, at]
-    return type(values)(*(_at(each, request, at) for each in values)) if isinstance(values, tuple) else values
 
 
 def _next_child(tree: Tree, layout: Layout, node: Tensor, after: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import as_int64
 from graph_cache import HostMirror
 
-_MOST_KINDS = 4096  # of requests that are kept
+_MOST_REQUEST_KINDS = 4096  # of requests that are kept
 _FREE = 1 << 62  # the bit of a free slot among needs
 _FIRST_EDIT = 24  # the bit of the first edit among needs, of at most 38 with those of the user
 _BY_CALL = MASK, *LEAVES  # names of edits that come with a call, and are no request's
@@ -120,7 +120,7 @@ class SlotState:
     ) -> None:
         self._modes, self._generator, self._edits = tuple(modes), generator, edits
         self._vocab_size = modes[0].vocab_size
-        self._kinds: dict[tuple[float, int, float, float], RequestKind] = {}
+        self._request_kinds: dict[tuple[float, int, float, float], RequestKind] = {}
         neutral = SamplingParams(seed=0)
         kind = self._kind(neutral)
         table_size = max(num_slots, LEAST_ENTRIES)
@@ -220,12 +220,12 @@ class SlotState:
     def _kind(self, params: SamplingParams) -> RequestKind:
         """The kind of a request; kept, since the requests of an engine are of few kinds."""
         key = params.temperature, params.top_k, params.top_p, params.min_p
-        found = self._kinds.get(key)
+        found = self._request_kinds.get(key)
         if found is None:
-            if len(self._kinds) >= _MOST_KINDS:
-                self._kinds.clear()
+            if len(self._request_kinds) >= _MOST_REQUEST_KINDS:
+                self._request_kinds.clear()
             entry = *slot_values(params, self._vocab_size)[1:], processed_scale(params)
-            found = self._kinds[key] = RequestKind(uncovered_modes(self._modes, params), entry)
+            found = self._request_kinds[key] = RequestKind(uncovered_modes(self._modes, params), entry)
         return found
 
     def remove(self, slot: int) -> None:
@@ -243,7 +243,7 @@ class SlotState:
             raise ValueError(f"slot must come from add_request() and not be removed, got {slot}")
         return params
 
-    def uncovered(self, slots: Sequence[int], words: bytes) -> int:
+    def needs_of_batch(self, slots: Sequence[int], words: bytes) -> int:
         """The modes that do not cover a batch, as bits: bit i for mode i of the table; and its edits, ``named_edits``.
 
         Every mode covers padding, -1.

@@ -42,7 +42,7 @@ def test_the_entry_of_a_slot_is_that_of_its_last_request():
         assert state.add(params) == 0
         assert entry(state, 0) == as_stored(params)
         assert state.staged.processed_scale[0].item() == torch.tensor(processed_scale(params)).item()
-        assert state.table.needs[0] == state.uncovered([0], words_of_slots([0]))
+        assert state.table.needs[0] == state.needs_of_batch([0], words_of_slots([0]))
         state.remove(0)
 
 
