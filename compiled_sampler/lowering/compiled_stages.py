@@ -195,11 +195,6 @@ class CompiledStages:
             del self.compiles_at_calls
             self._only_loads = self._takes_every_chain = False
 
-    def run_eagerly(self, stage: Stage, reason: str) -> None:
-        """Run a stage in eager torch from now on, and warn of it."""
-        self._eager[stage] = reason
-        self._warn(stage, reason)
-
     def forget(self) -> None:
         """Know no stage any more: in a forked child, where some may be compiled by a thread that is not there."""
         self._wanted.clear()
@@ -342,7 +337,8 @@ class CompiledStages:
         except Exception as error:
             reason = fault_of(error)
         if reason:
-            self.run_eagerly(code.stage, reason)
+            self._eager[code.stage] = reason
+            self._warn(code.stage, reason)
             return functools.partial(eagerly, code.stage, **code.static)
         call = StageCall.of(code.stage, code.tensors, code.static).portable()
         self._wanted[code.key] = WantedStage(call, state="ready", compiled=made(), has_run=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from compiled_sampler.core.stage import Run, fuses
+from compiled_sampler.edits.changes import EditedTokens, take_back
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.dry import without_repetitions
 from compiled_sampler.edits.history import History, RowHistory, row_history
@@ -68,6 +69,7 @@ _OF_BLOCKS: dict[Stage, int] = {
 _OF_POSITIONS: dict[Stage, int] = {
     row_history: 20,
     write_penalties: 51,  # tokens and what is added, gathered and as indices
+    take_back: 51,
     without_repetitions: 270,  # an int32 and a bool for each length of a repetition
     record_draws: 10,
     record_drafts: 5,
@@ -88,7 +90,7 @@ def eagerly(stage: Stage, /, *tensors: Any, **static: Any) -> Any:
 
 
 def in_chunks_as(stage: Stage, run: Run, step: Callable[..., Any], *tensors: Any) -> Any:
-    """``step(*tensors)``, which runs the stage and then reads its results, for as many rows at once in eager torch."""
+    """``step(*tensors)``, which runs the stage and reads its results: in eager torch for as many rows at once."""
     most = None if fuses(run) else _most_rows(stage, tensors, {})
     return step(*tensors) if most is None else in_chunks_of(most, step, *tensors)
 
@@ -101,7 +103,14 @@ def _most_rows(stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -
         return eager_rows(tokens=_OF_BLOCKS[stage] * static["block"])
     if stage not in _OF_POSITIONS:
         return None
-    length = next(each.entries.shape[2] for each in tensors if isinstance(each, History | RowHistory))
+    length = sum(map(_positions, tensors))
     drafts = (leaf for leaf in leaves_by_row(tensors) if leaf.dtype is torch.int64 and leaf.dim() == 2)
     num_drafts = max((leaf.shape[1] for leaf in drafts), default=0)
     return eager_rows(row_bytes=_OF_POSITIONS[stage] * length * (1 + num_drafts))
+
+
+def _positions(read: Any) -> int:
+    """The positions of a history, or of what was edited for each; 0 of anything else."""
+    if isinstance(read, EditedTokens):
+        return read.token_ids.shape[1]
+    return read.entries.shape[2] if isinstance(read, History | RowHistory) else 0

@@ -78,6 +78,7 @@ def verify_and_draw(mode: str, rule: str, form: str) -> None:
         plan, logits = sampler.plan(batch.plan.slots), batch.logits[first]
         for logprobs in asked:
             sampler.sample(plan, logits, batch.positions, logprobs=logprobs, **edits)
+        sampler.sample(plan, logits.clone(), batch.positions, consume_logits="restore", **edits)
         sampler.probs(plan, logits, positions=batch.positions, **edits)
         sampler.draft(plan, logits, batch.positions, width=2, **edits)
 
