@@ -65,13 +65,11 @@ def list_entries(slots: Tensor, counts: Tensor, lists: Tensor) -> tuple[Tensor, 
 class ListWriter(Protocol):
     """Runs the stages of lists on the logits of a step."""
 
-    # position_bytes: scratch of a stage in eager torch for each position of a row's history
-
-    def add(self, stage: Callable[..., Any], *read: Any, position_bytes: int = 0) -> None:
+    def add(self, stage: Callable[..., Any], *read: Any) -> None:
         """Run ``stage(x, bits, *read, vocab_size=, tells=)``, which adds to the bits of logits."""
         ...
 
-    def put(self, stage: Callable[..., Any], *read: Any, smallest: bool = False, position_bytes: int = 0) -> None:
+    def put(self, stage: Callable[..., Any], *read: Any, smallest: bool = False) -> None:
         """Write tokens and logits ``[R, n]`` of ``stage(x, *read)``; of equal tokens one, or the ``smallest``."""
         ...
 

@@ -31,7 +31,6 @@ from compiled_sampler.edits.edit_spec import (
 from compiled_sampler.edits.history import TOKEN, UNWRITTEN, AnyHistory, texts_of
 
 MOST_REPEATED = 50  # tokens of a repetition that DRY tells apart; longer ones are penalized like these
-_POSITION_BYTES = 270  # of a row, at most, in eager torch: an int32 and a bool for each length of a repetition
 
 
 class Dry(NamedTuple):
@@ -48,8 +47,7 @@ class Dry(NamedTuple):
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Penalties of repetitions; a token that stands at several positions gets its largest one."""
-        read = slots, positions, self, history
-        writer.put(without_repetitions, *read, smallest=True, position_bytes=_POSITION_BYTES)
+        writer.put(without_repetitions, slots, positions, self, history, smallest=True)
 
 
 def without_repetitions(

@@ -17,8 +17,6 @@ from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits
 from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, check_scope, in_range, normal
 from compiled_sampler.edits.history import ORDINAL, SUCCESSOR, TOKEN, AnyHistory, texts_of
 
-_POSITION_BYTES = 51  # of a row, at most, in eager torch: tokens and what is added, gathered and as indices
-
 
 class Penalties(NamedTuple):
     """Penalties of tokens that the history holds."""
@@ -36,7 +34,7 @@ class Penalties(NamedTuple):
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Penalties."""
-        writer.add(write_penalties, slots, positions, self, history, position_bytes=_POSITION_BYTES)
+        writer.add(write_penalties, slots, positions, self, history)
 
 
 def write_penalties(

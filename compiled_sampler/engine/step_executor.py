@@ -13,7 +13,7 @@ from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotT
 from compiled_sampler.core.reference import probabilities, sample
 from compiled_sampler.core.row_table import unfiltered_table
 from compiled_sampler.core.rows import RowSlots, idle_status
-from compiled_sampler.core.stage import Run, call, fuses
+from compiled_sampler.core.stage import Run, fuses
 from compiled_sampler.edits.recording import cut_at_stop, record_drafts, record_draws, record_ends, with_finished
 from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.engine.boundary.arguments import check_not_capturing
@@ -24,7 +24,7 @@ from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import CACHE, Mode
-from compiled_sampler.pipeline.chunks import in_history_chunks
+from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.logprobs import logprobs_of
@@ -47,8 +47,6 @@ _INTEGERS = (
     "parents",
 )  # of a step, which may be int32 or int64
 
-_SEARCHED_BYTES = 5  # measured in eager torch: for each position that a token is looked for at, and the numbers there
-
 
 class StepExecutor:
     """Executes steps on tensors, eager or compiled, also while a graph is captured."""
@@ -65,7 +63,7 @@ class StepExecutor:
         shard: VocabularyShard | None = None,  # of the columns that logits and proposals have
     ) -> None:
         self._is_definition, self._requests, self._shard = is_definition, requests, shard
-        self._run: Run = call if stages is None else stages
+        self._run: Run = eagerly if stages is None else stages
         self._drafts, self._edits, self._logprobs = drafts, edits, logprobs
         with torch.inference_mode(False):
             self._unfiltered = unfiltered_table(requests.table, vocab_size)
@@ -130,7 +128,7 @@ class StepExecutor:
             edited.logits.masked_fill_(is_uncovered[:, None], -math.inf)
             return edited
         if isinstance(inputs, SampleInputs) and step.kind == "best":
-            run = call if self._is_definition else self._run
+            run = eagerly if self._is_definition else self._run
             return best_step(step.mode, inputs, step.num_best, run, inputs.offsets)
         if self._is_definition:
             return by_definition(step.kind, step.mode, inputs)
@@ -149,7 +147,7 @@ class StepExecutor:
         # elsewhere each place would be written to memory
         places = self._edits.history.table.entries.shape[2] if is_fused else 0
         rows = inputs.slots, inputs.positions, drawn.token_ids, drawn.status
-        ends = self._record(record_draws, 1, *rows, self._edits.stops, num_places=places)
+        ends = self._record(record_draws, *rows, self._edits.stops, num_places=places)
         return drawn._replace(status=ends.status, finished=ends.finished)
 
     def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
@@ -157,22 +155,16 @@ class StepExecutor:
         requests, width = (inputs.slots, inputs.positions), inputs.draft_token_ids.shape[1]
         if step.records and width and not step.of_trees:  # rows of trees have texts of their own
             drafts = *requests, inputs.draft_token_ids, inputs.num_drafts, inputs.table
-            self._record(record_drafts, width, *drafts, vocab_size=step.mode.vocab_size)
+            self._record(record_drafts, *drafts, vocab_size=step.mode.vocab_size)
         verified: VerifyOutputs = self._computed(step, inputs)
         if not step.records:
             return verified
         ends = *requests, verified.token_ids, inputs.num_drafts, verified.status
-        return verified._replace(status=self._record(record_ends, width + 1, *ends))
+        return verified._replace(status=self._record(record_ends, *ends))
 
-    def _record(self, stage: Callable[..., Any], num_tokens: int, *rows: Any, **static: Any) -> Any:
-        """Write up to so many tokens a row into the history, and return what the stage tells of the rows."""
-        memory = self._edits.history.memory
-
-        def record_chunk(*rows: Any) -> Any:
-            return self._run(stage, *memory, *rows, **static)
-
-        position_bytes = _SEARCHED_BYTES * (num_tokens + 1)
-        return in_history_chunks(self._run, position_bytes, memory[0].entries.shape[2], record_chunk, *rows)
+    def _record(self, stage: Callable[..., Any], *rows: Any, **static: Any) -> Any:
+        """Write tokens of each row into the history, and return what the stage tells of the rows."""
+        return self._run(stage, *self._edits.history.memory, *rows, **static)
 
 
 def in_int64(inputs: Inputs) -> Inputs:
@@ -211,7 +203,7 @@ def by_definition(kind: str, mode: Mode, inputs: SampleInputs | VerifyInputs) ->
     if inputs.logprobs is not None:
         row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
         rows = (inputs.logits, edited.logits, row_slots, drawn.token_ids)
-        drawn = drawn._replace(logprobs=logprobs_of(_schedule(mode, inputs), *rows, inputs.logprobs, call))
+        drawn = drawn._replace(logprobs=logprobs_of(_schedule(mode, inputs), *rows, inputs.logprobs, eagerly))
     if inputs.stops is None:
         return drawn
     return with_finished(drawn, inputs.slots, inputs.stops)._replace(logprobs=drawn.logprobs)
@@ -224,9 +216,9 @@ def _verified_by_definition(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
         verified = cut_at_stop(verified, inputs.slots, inputs.stops)
     if inputs.logprobs is None:
         return verified
-    rows = emitted_logprobs(_schedule(mode, inputs), edited.logits, inputs, verified, call)
+    rows = emitted_logprobs(_schedule(mode, inputs), edited.logits, inputs, verified, eagerly)
     assert rows is not None
-    return with_logprobs(verified, rows, inputs, call)
+    return with_logprobs(verified, rows, inputs, eagerly)
 
 
 def _schedule(mode: Mode, inputs: SampleInputs | VerifyInputs) -> Schedule:

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.row_table import RowInputs, RowTable, in_float64, row_table
-from compiled_sampler.core.stage import Run, call
+from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.boundary.arguments import LOGITS_DTYPES, check_progress, checked_draw_index
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_logits, check_tensor
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
 from compiled_sampler.modes import CAPACITIES, MAX_VOCAB_SIZE, TOP_P_BASES, Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.scalars import as_int64, check_choice, checked_int
 from compiled_sampler.shard import VocabularyShard, check_shard
 
@@ -232,7 +233,7 @@ BACKENDS = ("auto", "compiled", "eager")
 def run_of(backend: str) -> Run:
     """What runs the stages of a call."""
     check_choice("backend", backend, BACKENDS, "to replay a graph, capture the call in your own")
-    return call if backend == "eager" else _shared_stages()
+    return eagerly if backend == "eager" else _shared_stages()
 
 
 def warmup(progress: Progress | None = None) -> None:

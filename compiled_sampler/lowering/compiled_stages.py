@@ -28,6 +28,7 @@ from compiled_sampler.lowering.inductor.compilation import Compiled, Options, im
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
 from compiled_sampler.lowering.stages.stage_call import StageCall, leaves, shape
 from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
+from compiled_sampler.pipeline.eager import eagerly
 
 Progress = Callable[[int, int, str], object]
 
@@ -98,7 +99,7 @@ class CompiledStages:
         if self._runs_as_is(stage):
             if not self._is_set_up:
                 self._set_up(next(leaf for leaf in leaves(tensors) if leaf is not None).device)
-            return stage(*tensors, **static)
+            return eagerly(stage, *tensors, **static)
         shapes = _shapes_of(stage, tensors, static)
         found = self._called.get(shapes)
         if found is None:
@@ -194,11 +195,6 @@ class CompiledStages:
             del self.compiles_at_calls
             self._only_loads = self._takes_every_chain = False
 
-    def run_eagerly(self, stage: Stage, reason: str) -> None:
-        """Run a stage in eager torch from now on, and warn of it."""
-        self._eager[stage] = reason
-        self._warn(stage, reason)
-
     def forget(self) -> None:
         """Know no stage any more: in a forked child, where some may be compiled by a thread that is not there."""
         self._wanted.clear()
@@ -253,7 +249,7 @@ class CompiledStages:
         found: Callable[..., Any]
         if QUEUE.hangs:
             self._eager[code.stage] = HANGS
-            return functools.partial(code.stage, **code.static)
+            return functools.partial(eagerly, code.stage, **code.static)
         compiled = self._compiled(code)
         if compiled is None and (self.compiles_at_calls or code.key in self._due):
             found = self._compile(code)
@@ -283,7 +279,7 @@ class CompiledStages:
         if wanted is None:
             (wanted,) = self._ask([code])
         if wanted.state == "ready":  # for other numbers of rows; warmup() compiles such a stage again
-            return functools.partial(stage, **static)
+            return functools.partial(eagerly, stage, **static)
 
         def run(*tensors: Any) -> Any:
             if wanted.state == "queued":
@@ -295,7 +291,7 @@ class CompiledStages:
                 wanted.has_failed = False  # warned of once
                 self._warn(stage, wanted.reason)
             code_of_device.check_not_capturing()
-            return stage(*tensors, **static)
+            return eagerly(stage, *tensors, **static)
 
         code_of_device = code._replace(tensors=())
         return run
@@ -341,8 +337,9 @@ class CompiledStages:
         except Exception as error:
             reason = fault_of(error)
         if reason:
-            self.run_eagerly(code.stage, reason)
-            return functools.partial(code.stage, **code.static)
+            self._eager[code.stage] = reason
+            self._warn(code.stage, reason)
+            return functools.partial(eagerly, code.stage, **code.static)
         call = StageCall.of(code.stage, code.tensors, code.static).portable()
         self._wanted[code.key] = WantedStage(call, state="ready", compiled=made(), has_run=True)
         return made()

@@ -6,36 +6,32 @@ also inside of a capture, where the memory of a graph's pool is used again in th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from compiled_sampler.batch import RowEntries, SlotTable
+from compiled_sampler.batch import DraftTable, PickedRows, RowEntries, SlotTable
 from compiled_sampler.core.stage import Run, fuses
-from compiled_sampler.edits.tables import TABLES, EditTables
+from compiled_sampler.edits.tables import TABLES, CustomTables, EditTables
 from compiled_sampler.logit_edit import CustomEdits
-from compiled_sampler.pipeline.schedule import Schedule, chunk_ends, history_rows
+from compiled_sampler.pipeline.schedule import Schedule, chunk_ends
 
 Result = TypeVar("Result")
 
-_BY_SLOT = (SlotTable, RowEntries, EditTables, *TABLES, CustomEdits, bool, str)  # what has no rows
+_BY_SLOT = (SlotTable, RowEntries, DraftTable, EditTables, CustomTables, *TABLES, CustomEdits, bool, str)  # no rows
 
 
 def in_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:
     """``step(*rows)``, for no more rows at once than the schedule allows for a chain of stages."""
     # step: from rows [R, ...] to rows [R, ...], each a function of its own row alone.
-    return _in_chunks(schedule.chunk_rows if fuses(run) else schedule.eager_chunk_rows, step, *rows)
+    return in_chunks_of(schedule.chunk_rows if fuses(run) else schedule.eager_chunk_rows, step, *rows)
 
 
-def in_eager_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:
-    """``in_chunks`` for a single stage, which has scratch in eager torch alone; arguments as there."""
-    return step(*rows) if fuses(run) else _in_chunks(schedule.eager_chunk_rows, step, *rows)
-
-
-def in_history_chunks(run: Run, position_bytes: int, length: int, step: Callable[..., Result], *rows: Any) -> Result:
-    """``in_eager_chunks`` for a stage that holds so many bytes for each of the ``length`` positions of a row."""
-    return step(*rows) if fuses(run) else _in_chunks(history_rows(position_bytes * length), step, *rows)
+def in_chunks_of(most: int, step: Callable[..., Result], *rows: Any) -> Result:
+    """``step(*rows)``, for ``most`` rows at once; arguments as ``in_chunks``."""
+    num_rows = next(leaves_by_row(rows)).shape[0]
+    return step(*rows) if num_rows <= most else in_chunks_to(chunk_ends(num_rows, most), step, *rows)
 
 
 def in_chunks_to(ends: Sequence[int], step: Callable[..., Result], *rows: Any) -> Result:
@@ -53,22 +49,23 @@ def in_chunks_to(ends: Sequence[int], step: Callable[..., Result], *rows: Any) -
     return result
 
 
-def _in_chunks(most: int, step: Callable[..., Result], *rows: Any) -> Result:
-    num_rows = _num_rows(rows)
-    return step(*rows) if num_rows <= most else in_chunks_to(chunk_ends(num_rows, most), step, *rows)
-
-
-def _num_rows(rows: Any) -> int:
-    """R, of the first tensor."""
-    while not isinstance(rows, Tensor):
-        rows = next(item for item in rows if item is not None and not isinstance(item, _BY_SLOT))
-    return rows.shape[0]
+def leaves_by_row(rows: Any) -> Iterator[Tensor]:
+    """The tensors ``[R, ...]``, in their order."""
+    if isinstance(rows, Tensor):
+        yield rows
+    elif isinstance(rows, PickedRows):
+        yield rows.row_ids
+    elif rows is not None and not isinstance(rows, _BY_SLOT):
+        for item in rows:
+            yield from leaves_by_row(item)
 
 
 def part_of(rows: Any, first: int, end: int) -> Any:
     """Views of the rows of a chunk."""
     if isinstance(rows, Tensor):
         return rows[first:end]
+    if isinstance(rows, PickedRows):
+        return rows._replace(row_ids=rows.row_ids[first:end])
     if rows is None or isinstance(rows, _BY_SLOT):
         return rows
     return _same_type(rows, [part_of(item, first, end) for item in rows])

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -41,11 +40,10 @@ from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.maxima import BlockMaxima, customized_with_maxima, masked_with_maxima
-from compiled_sampler.pipeline.chunks import in_chunks, in_history_chunks
+from compiled_sampler.pipeline.chunks import in_chunks
+from compiled_sampler.pipeline.eager import in_chunks_as
 from compiled_sampler.pipeline.row_filters import filtered_logits
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
-
-_TEXT_BYTES = 20  # of a row's text, at most, in eager torch: for each position and each draft before the row
 
 
 class Edited(NamedTuple):
@@ -127,8 +125,7 @@ def _with_texts(edits: EditInputs | None, row_slots: RowSlots, run: Run) -> Edit
     history, paths = (None, None) if edits is None else (edits.tables.history, edits.paths)
     if edits is None or paths is None or not isinstance(history, History):
         return edits
-    length, position_bytes = history.entries.shape[2], _TEXT_BYTES * (paths.tokens.shape[1] + 1)
-    texts = in_history_chunks(run, position_bytes, length, partial(run, row_history), history, row_slots.slots, paths)
+    texts = run(row_history, history, row_slots.slots, paths)
     return edits._replace(tables=edits.tables._replace(history=texts), paths=None)
 
 
@@ -251,7 +248,7 @@ def has_lists(tables: EditTables) -> bool:
 
 def write_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run, undo: ExitStack | None = None) -> None:
     """Write the lists into float32 logits ``[R, V]``; ``undo`` takes a call for each that gives the bits back."""
-    writer = _Writer(x, run, undo, 0 if tables.history is None else tables.history.entries.shape[2])
+    writer = _Writer(x, run, undo)
     for table in tables.lists:
         table.write(writer, row_slots.slots, row_slots.positions, tables.history)
 
@@ -259,19 +256,17 @@ def write_lists(x: Tensor, row_slots: RowSlots, tables: EditTables, run: Run, un
 class _Writer:
     """Writes one list after the other into logits, float32 ``[R, V]``; arguments as in ``write_lists``."""
 
-    def __init__(self, x: Tensor, run: Run, undo: ExitStack | None, history_len: int) -> None:
+    def __init__(self, x: Tensor, run: Run, undo: ExitStack | None) -> None:
         self._x, self._bits, self._run, self._undo = x, x.view(torch.int32), run, undo
-        self._history_len = history_len
 
-    def add(self, stage: Callable[..., Any], *read: Any, position_bytes: int = 0) -> None:
+    def add(self, stage: Callable[..., Any], *read: Any) -> None:
         """Run a stage that adds to the bits of logits."""
         static = {"vocab_size": self._x.shape[1], "tells": self._undo is not None}
-        in_chunks = partial(in_history_chunks, self._run, position_bytes, self._history_len)
-        added = in_chunks(partial(self._run, stage, **static), self._x, self._bits, *read)
+        added = self._run(stage, self._x, self._bits, *read, **static)
         if self._undo is not None:
-            self._undo.callback(in_chunks, partial(self._run, take_back), self._bits, added)
+            self._undo.callback(self._run, take_back, self._bits, added)
 
-    def put(self, stage: Callable[..., Any], *read: Any, smallest: bool = False, position_bytes: int = 0) -> None:
+    def put(self, stage: Callable[..., Any], *read: Any, smallest: bool = False) -> None:
         """Write values of tokens ``[R, n]``, of a token that comes again the smallest one or the same each time."""
 
         def put_chunk(x: Tensor, *read: Any) -> None:
@@ -283,4 +278,4 @@ class _Writer:
             else:
                 x.scatter_(1, token_ids, values)
 
-        in_history_chunks(self._run, position_bytes, self._history_len, put_chunk, self._x, *read)
+        in_chunks_as(stage, self._run, put_chunk, self._x, *read)

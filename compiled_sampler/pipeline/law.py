@@ -25,7 +25,7 @@ from compiled_sampler.passes.law import (
     weight_blocks,
 )
 from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys
-from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
+from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, candidates_and_thresholds, find_candidates, threshold_of
@@ -88,7 +88,8 @@ def chunked_row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run
 def probability_law(schedule: Schedule, values: Tensor, run: Run, *, looks: bool) -> AnyLaw:
     """The law of rows of probabilities; ``looks`` as ``probability_blocks``."""
     static = {**schedule.order.blocks_by_bits, "looks": looks}
-    return in_eager_chunks(schedule, run, lambda values: run(probability_blocks, values, **static), values)
+    law: LawBlocks = run(probability_blocks, values, **static)
+    return law
 
 
 def unfiltered_law(

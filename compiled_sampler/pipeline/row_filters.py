@@ -29,7 +29,7 @@ from compiled_sampler.passes.mass_filters import (
 )
 from compiled_sampler.passes.maxima import mass_units
 from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_search, with_digit, within_typical
-from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
+from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.search import block_maxima
 
@@ -42,7 +42,7 @@ def filtered_logits(schedule: Schedule, logits: Tensor, row_slots: RowSlots, fil
             logits = _FILTERS[type(table)](schedule, logits, row_slots, filters.scale, table, run)
         return logits
 
-    return in_eager_chunks(schedule, run, filtered_chunk, logits, row_slots)
+    return in_chunks(schedule, run, filtered_chunk, logits, row_slots)
 
 
 def _near_the_largest(

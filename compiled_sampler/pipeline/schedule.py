@@ -71,9 +71,9 @@ def chunk_rows(mode: Mode, *, triton: bool, fused: bool, edited: bool = False) -
     return max(min(budget // row, _MOST_TOKENS // mode.vocab_size, copies), 1)
 
 
-def history_rows(row_bytes: int) -> int:
-    """Most rows of a chunk of a stage that holds so many bytes of scratch a row in eager torch, one at least."""
-    return max(EAGER_CHUNK_BYTES // max(row_bytes, 1), 1)
+def eager_rows(*, row_bytes: int = 0, tokens: int = 0) -> int:
+    """Most rows of a chunk of a stage that holds so much of a row in eager torch, one at least."""
+    return max(EAGER_CHUNK_BYTES // max(row_bytes + _EAGER_TOKEN * _padded(tokens), 1), 1)
 
 
 def chunk_ends(num_rows: int, most: int, unit: int = ALIGNED_ROWS) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -42,6 +43,7 @@ from compiled_sampler.passes.candidates import (
     sort,
 )
 from compiled_sampler.passes.maxima import BlockMaxima, mass_units, order_maxima
+from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.schedule import Schedule
 
 _FUSED: dict[Any, Callable[..., Tensor]] = {
@@ -205,8 +207,12 @@ def threshold_of(schedule: Schedule, logits: Tensor, search_inputs: SearchInputs
         return run(search_threshold, logits, known, search_inputs.row_max, search_inputs.rows, **base)
     if not any_row(run, known.is_open):
         return known.packed
-    keys = run(order_keys, logits, vocab_size=mode.vocab_size)
-    return run(search_threshold_on_cpu, keys, known, search_inputs.rows, **base)
+
+    def searched_chunk(logits: Tensor, known: Threshold, rows: RowParams) -> Tensor:
+        return run(search_threshold_on_cpu, run(order_keys, logits, vocab_size=mode.vocab_size), known, rows, **base)
+
+    few = replace(schedule, chunk_rows=schedule.eager_chunk_rows)  # a key of 8 bytes for each token, several times
+    return in_chunks(few, run, searched_chunk, logits, known, search_inputs.rows)
 
 
 def _weighed(

@@ -28,9 +28,9 @@ from compiled_sampler.core.stage import Run, call, overlap
 from compiled_sampler.edits.recording import cut_at_stop
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import Mode
-from compiled_sampler.passes.law import AnyLaw, Law
+from compiled_sampler.passes.law import AnyLaw
 from compiled_sampler.passes.maxima import order_maxima_of
-from compiled_sampler.pipeline.chunks import in_chunks, in_eager_chunks
+from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.law import chunked_row_law, probability_law, summed, unfiltered_law
 from compiled_sampler.pipeline.sample import Draw, edit_and_draw
@@ -241,8 +241,8 @@ def _judging_target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, 
 
 
 def _final_winners(schedule: Schedule, logits: Tensor, values: Values, final: Final, run: Run) -> tuple[Tensor, Tensor]:
-    static = schedule.final.blocks_by_bits
-    return in_eager_chunks(schedule, run, lambda final: run(final_winners, logits, values, final, **static), final)
+    winners: tuple[Tensor, Tensor] = run(final_winners, logits, values, final, **schedule.final.blocks_by_bits)
+    return winners
 
 
 def _residual_sums(
@@ -259,9 +259,5 @@ def _residual_sums(
     if ordered is not None:
         vocab_size = schedule.mode.vocab_size
         return run(residual_of_candidates, ordered, values, judged, carry, layout, vocab_size=vocab_size)
-
-    def sums_of_chunk(logits: Tensor, law: Law, carry: Tensor, drafts: Tensor, proposals: Tensor) -> Tensor:
-        rows = judged._replace(law=law), carry, layout._replace(drafts=drafts, proposals=proposals)
-        return run(residual_of_blocks, logits, values, *rows, **schedule.mass.blocks)
-
-    return in_eager_chunks(schedule, run, sums_of_chunk, logits, judged.law, carry, layout.drafts, layout.proposals)
+    rows = logits, judged.law, carry, layout.drafts, layout.proposals
+    return run(residual_of_blocks, values, judged.proposed, *rows, **schedule.mass.blocks)

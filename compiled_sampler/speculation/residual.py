@@ -121,24 +121,20 @@ def residual_of_candidates(
     """The residual sum of each row over its candidates, in units of ``1 / UNIT``: int64 ``[R, 1]``."""
     x, ids = key_float(packed_key(ordered)), packed_id(ordered)
     values = proposed_at(values, layout.proposals, ids, vocab_size)
-    return _residual_sum(x, values, ids.to(torch.int32), judged, carry, layout)[:, None]
+    rows = judged.law, judged.proposed, carry, layout.drafts, layout.proposals
+    return _residual_sum(x, values, ids.to(torch.int32), *rows)[:, None]
 
 
 def residual_of_blocks(
-    logits: Tensor,
-    values: Values,
-    judged: Judged,
-    carry: Tensor,
-    layout: Layout,
-    *,
-    vocab_size: int,
-    block: int,
-) -> Tensor:
+    values: Values, proposed: Law | None, logits: Tensor, law: Law, carry: Tensor, drafts: Tensor, proposals: Tensor,
+    *, vocab_size: int, block: int,
+) -> Tensor:  # fmt: skip
     """The residual sum of each block of a row, int64 ``[R, B]``; unit and arguments as ``residual_of_candidates``."""
+    # All but the first two are by row.
     x, ids = logit_blocks(logits, vocab_size, block)
     if values is not None:
-        values = rows_in_blocks(*rows_at(values, layout.proposals), vocab_size, block)
-    return _residual_sum(x, values, ids, judged, carry, layout)
+        values = rows_in_blocks(*rows_at(values, proposals), vocab_size, block)
+    return _residual_sum(x, values, ids, law, proposed, carry, drafts, proposals)
 
 
 def residual_of_walked_candidates(
@@ -254,11 +250,12 @@ def _final_outputs(ranks: Tensor, nan_bits: Tensor, final: Final) -> SampleOutpu
 
 
 def _residual_sum(
-    x: Tensor, values: Tensor | None, ids: Tensor, judged: Judged, carry: Tensor, layout: Layout
-) -> Tensor:
+    x: Tensor, values: Tensor | None, ids: Tensor, law: Law, proposed: Law | None, carry: Tensor, drafts: Tensor,
+    proposals: Tensor,
+) -> Tensor:  # fmt: skip
     """The sum of ``relu(carry * p - q)`` along the last dimension, int64 in units of ``1 / UNIT``."""
-    proposed = proposed_of(judged.proposed, layout.proposals)
-    m = proposal_weight(values, ids, expand_to(layout.drafts, x), proposed)
-    w, law = weight_units(x, ids, judged.law.cut), proposal_law(proposed, layout.drafts)
-    left = residual_weight(w, judged.law, carry, m, law, torch.float64)
+    proposed = proposed_of(proposed, proposals)
+    m = proposal_weight(values, ids, expand_to(drafts, x), proposed)
+    w = weight_units(x, ids, law.cut)
+    left = residual_weight(w, law, carry, m, proposal_law(proposed, drafts), torch.float64)
     return (torch.where(left > 0.0, left, 0.0) * UNIT).to(torch.int64).sum(-1)

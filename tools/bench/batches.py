@@ -10,9 +10,10 @@ from torch import Tensor
 
 from compiled_sampler import Plan, SampleInputs, Sampler, VerifyInputs
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.core.stage import Run, call
+from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.modes import Mode, mode_table, verifying
+from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.schedule import row_class, schedule_for
 from compiled_sampler.pipeline.verify import verify_step
@@ -130,7 +131,7 @@ def tune(sampler: Sampler, slot: int, case: Case, requests: int) -> None:
         served(sampler, plan_of(sampler, slot, case, size), case, batch)
 
 
-def eager(case: Case, mode: Mode, batch: Batch, run: Run = call) -> Results:
+def eager(case: Case, mode: Mode, batch: Batch, run: Run = eagerly) -> Results:
     """What the pipeline returns for a batch in eager torch.
 
     Args:
@@ -142,7 +143,7 @@ def eager(case: Case, mode: Mode, batch: Batch, run: Run = call) -> Results:
     return eager_calls(case, mode, batch.logits.device, run)(batch)
 
 
-def eager_calls(case: Case, mode: Mode, device: torch.device, run: Run = call) -> Callable[[Batch], Results]:
+def eager_calls(case: Case, mode: Mode, device: torch.device, run: Run = eagerly) -> Callable[[Batch], Results]:
     """``eager`` for many batches: what a sampler has ready before a call, the table of requests, is made once."""
     state = SlotState(1, mode_table(mode.vocab_size, "top_k"), device)
     slot = state.add(case.params)

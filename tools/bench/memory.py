@@ -29,10 +29,11 @@ from torch.utils._pytree import tree_leaves
 
 from compiled_sampler import Logprobs, Sampler
 from compiled_sampler.batch import SampleInputs, VerifyInputs
-from compiled_sampler.core.stage import Run, call, fuses
+from compiled_sampler.core.stage import Run, fuses
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode, mode_table, verifying
+from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.schedule import is_gpu, step_bytes
@@ -91,7 +92,7 @@ def _cells(options: Any) -> Iterator[MemoryCell]:
     """All cells, those first that compile least."""
     device, dtype = torch.device(options.device), getattr(torch, options.dtype[0])
     for vocab_size in options.vocab:
-        stages: Run = call
+        stages: Run = eagerly
         whole = torch.randn(max(options.rows), vocab_size, device=device, dtype=dtype)
         if options.backend == "compiled":
             stages = CompiledStages()

@@ -1,0 +1,152 @@
+"""Stages in eager torch in chunks of rows: the bits and the layouts of all rows at once, whatever else they read."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from compiled_sampler import Logprobs, Sampler, SamplingParams
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.edits.masks import MaskedLogits
+from compiled_sampler.exact.threshold import order_keys
+from compiled_sampler.lowering.comparison import difference, outcome
+from compiled_sampler.lowering.stages.stage_call import layout
+from compiled_sampler.lowering.stages.tuning import tuning_of
+from compiled_sampler.passes import shards
+from compiled_sampler.passes.bounds import race_bounds, race_leaders, race_masked_bounds
+from compiled_sampler.passes.law import unfiltered_weights
+from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima, order_maxima
+from compiled_sampler.pipeline import chunks, eager
+from compiled_sampler.pipeline.chunks import leaves_by_row
+from compiled_sampler.pipeline.eager import eagerly
+from examples.no_digits import NoDigits
+from tests.builders.custom_edits import WORDS, custom_sampler, given_to_all
+from tests.builders.edited_drafts import COUNTS, K, draft_batch
+from tests.builders.edits import EDITS, HISTORY, V
+from tests.builders.masks import masked_inputs
+from tests.builders.trees import tree_batch
+
+IN_CHUNKS = set[Any]()
+"""Those that were run in chunks."""
+
+
+def compared(stage: Any, /, *tensors: Any, **static: Any) -> Any:
+    """The results of a stage, which are those of two rows at once."""
+    writes = tuning_of(stage).writes
+    with mock.patch.object(eager, "eager_rows", return_value=2) as asked:
+        found = outcome(partial(eagerly, stage, **static), tensors, writes=writes)
+    if asked.called:
+        wanted = outcome(partial(stage, **static), tensors, writes=writes)
+        assert not difference(found, wanted), stage
+        assert [*map(layout, leaves_by_row(found))] == [*map(layout, leaves_by_row(wanted))], stage
+        IN_CHUNKS.add(stage)
+    return stage(*tensors, **static)
+
+
+@contextmanager
+def comparing(sampler: Sampler) -> Iterator[None]:
+    """Within, each stage of a sampler is compared."""
+    with mock.patch.object(sampler._runner._executor, "_run", compared):
+        yield
+
+
+MIXED = [
+    ("no_filter", "rejection", "handles"),
+    ("no_filter", "block", "probabilities"),
+    ("greedy", "match", "one_hot"),
+    ("full", "block", "processed"),
+]
+
+
+def verify_and_draw(mode: str, rule: str, form: str) -> None:
+    """Batches with all edits mixed, for as many slots as rows: a table that is cut by its size would be seen."""
+    options = {"draft_cache_len": K} if form == "handles" else {}
+    sampler = custom_sampler("eager", sum(COUNTS) + len(COUNTS), **options)
+    batch = draft_batch(sampler, mode, form)
+    assert len(batch.logits) == sampler.max_num_requests
+    first = torch.tensor(batch.plan.first_rows)
+    edits: dict[str, Any] = {"token_bitmask": batch.given["token_bitmask"][first]}
+    edits["edit_inputs"] = {name: each[first] for name, each in batch.given["edit_inputs"].items()}
+    asked = [Logprobs(top=3, of="filtered", entropy=True, token_ids=(1, 5)), Logprobs(of="processed", rank=True)]
+    with comparing(sampler):
+        batch.verified(sampler, rule, logprobs=asked[1])
+        plan, logits = sampler.plan(batch.plan.slots), batch.logits[first]
+        for logprobs in asked:
+            sampler.sample(plan, logits, batch.positions, logprobs=logprobs, **edits)
+        sampler.sample(plan, logits.clone(), batch.positions, consume_logits="restore", **edits)
+        sampler.probs(plan, logits, positions=batch.positions, **edits)
+        sampler.draft(plan, logits, batch.positions, width=2, **edits)
+
+
+def verify_plain_drafts() -> None:
+    """Drafts in a cache, from probabilities and of trees, without edits."""
+    sampler, count = Sampler(V, 8, backend="eager", draft_cache_len=2), 4
+    slots = [sampler.add_request(SamplingParams(seed=n)) for n in range(count)]
+    plan, ragged = sampler.plan(slots), sampler.plan(slots, num_drafts=[2, 1, 0, 2])
+    logits, positions = torch.randn(9, V), torch.zeros(count, dtype=torch.int64)
+    drafts, siblings = torch.arange(2 * count).view(count, 2), torch.full((count, 2), -1)
+    with comparing(sampler):
+        handles = [sampler.draft(plan, logits[:count], positions, False, place) for place in range(2)]
+        sampler.verify(ragged, logits, handles, positions, "rejection")
+        sampler.verify_from_probs(ragged, logits.softmax(-1), drafts, positions, rule="rejection")
+        given = {"draft_logits": logits[:5], "parents": siblings}
+        sampler.verify(ragged, logits, drafts, positions, "rejection", **given)
+
+
+def verify_trees() -> None:
+    """Trees with texts of their own."""
+    sampler = Sampler(V, 64, backend="eager", history_len=HISTORY)
+    batch = tree_batch(sampler, 3, edits=EDITS)
+    plan, (drafts, parents) = batch.plan(sampler), batch.padded()
+    with comparing(sampler):
+        sampler.verify(plan, batch.logits, drafts, batch.positions, "match", parents=parents)
+
+
+def run_other_stages() -> None:
+    """Those of a GPU and of shards."""
+    inputs, _ = masked_inputs("min_p", "both", V)
+    logits, slots, positions, table, *_ = inputs
+    rows = gather_rows(RowSlots(table, slots, positions), stream=TARGET)
+    masks = inputs.edits.token_bitmask, slots, inputs.edits.tables.allowed
+    vocab = {"vocab_size": V}
+    blocks: dict[str, Any] = {**vocab, "block": 32}
+    reduced = {**blocks, "slices": 1, "by_bits": True, "names": True}
+    maxima = order_maxima(logits, **reduced)
+    masked, row_max = MaskedLogits(logits, *masks), logits.nan_to_num(-9.0).amax(-1)
+    compared(masked_with_maxima, logits, *masks, **reduced)
+    custom = given_to_all([NoDigits(WORDS)], 5, V)
+    by_user = masks[0], slots, positions, masks[2], custom.tables.custom, (), None
+    compared(customized_with_maxima, logits, *by_user, edits=custom.custom, **reduced)
+    compared(race_masked_bounds, masked, rows, **blocks, finds_max=True)
+    bounds = compared(race_bounds, logits, rows, **blocks, finds_max=True)
+    compared(race_leaders, logits, bounds, rows, **blocks)
+    keys = shards.every_key(rows.live)
+    for by_mass in (False, True):
+        compared(shards.weights_from_keys, logits, keys, row_max, rows.scale, **blocks, by_mass=by_mass)
+    compared(order_keys, logits, **vocab)
+    compared(shards.count_of_key, logits, maxima.keys[:, 0], **blocks)
+    unnamed = maxima._replace(token_ids=None)
+    compared(shards.winners_of_blocks, logits, unnamed, rows, None, None, **blocks, by_bits=True, start=0)
+
+
+def test_every_stage_in_chunks_has_the_bits_and_layouts_of_all_rows_at_once():
+    for case in MIXED:
+        verify_and_draw(*case)
+    verify_plain_drafts()
+    verify_trees()
+    run_other_stages()
+    assert {*eager._OF_TOKENS, *eager._OF_BLOCKS, *eager._OF_POSITIONS, unfiltered_weights} == IN_CHUNKS
+
+
+def test_the_comparison_sees_rows_of_another_chunk():
+    part = chunks.part_of
+    with (
+        mock.patch.object(chunks, "part_of", lambda rows, first, end: part(rows, max(first - 1, 0), end - (first > 0))),
+        pytest.raises(AssertionError),
+    ):
+        run_other_stages()
