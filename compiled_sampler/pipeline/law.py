@@ -58,7 +58,7 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
     if mode.searches:
         search_inputs = candidates_and_thresholds(schedule, logits, row_slots, TARGET, run)
         threshold: Tensor | Last = threshold_of(schedule, logits, search_inputs, run)
-        if schedule.compares_keys:
+        if not schedule.by_triton:
             threshold = run(last_of, threshold, by_key=True)
         cut = cut_at_threshold(threshold, search_inputs.row_max, search_inputs.rows)
         weights = run(weight_blocks, logits, cut, **schedule.order.blocks)
@@ -66,7 +66,7 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
     if mode.capacity:
         candidates = find_candidates(schedule, logits, row_slots, run)
         draw_inputs = (candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass)
-        return run(candidate_law, *draw_inputs, by_key=schedule.compares_keys), candidates.tokens
+        return run(candidate_law, *draw_inputs, by_key=not schedule.by_triton), candidates.tokens
     blocks = block_maxima(schedule, logits, run, names=True)
     return unfiltered_law(schedule, logits, blocks, row_slots, None, run), None
 
@@ -104,6 +104,6 @@ def unfiltered_law(
     keys = blocks.keys
     if schedule.row_max_kernel:
         keys = run(coarser_keys, keys, ratio=keys.shape[1])
-    static = {"filters_min_p": schedule.mode.filters_min_p, "per_block": schedule.per_block_max}
+    static = {"filters_min_p": schedule.mode.filters_min_p, "per_block": schedule.by_triton}
     weights = run(unfiltered_weights, logits, row_ids, keys, row_slots, **schedule.order.blocks, **static)
     return UnfilteredLaw(blocks, row_slots, weights)

@@ -157,13 +157,13 @@ def _filtered(
         assert isinstance(logits, Tensor)
         search_inputs = candidates_and_thresholds(schedule, logits, row_slots, TARGET, run)
         threshold: Tensor | Last = threshold_of(schedule, logits, search_inputs, run)
-        if schedule.compares_keys:
+        if not schedule.by_triton:
             threshold = run(last_of, threshold, by_key=True)
         above = cut_at_threshold(threshold, search_inputs.row_max, search_inputs.rows)
         return _summed(schedule, logits, above, run, **sums), search_inputs.ordered
     if mode.capacity:
         candidates = find_candidates(schedule, logits, row_slots, run)
-        kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_key=schedule.compares_keys)
+        kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_key=not schedule.by_triton)
         return kept, candidates.tokens
     if not sums_kept(mode, wanted):
         return run(greedy_kept, block_maxima(schedule, logits, run, names=True), row_slots), None

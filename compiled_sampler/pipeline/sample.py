@@ -229,7 +229,7 @@ def _draw_beyond_candidates(
 ) -> SampleOutputs:
     """The winners of races, ``[R]``, in modes whose filters may keep tokens beyond the candidates."""
     mode = schedule.mode
-    if not schedule.skips_rows:
+    if not schedule.by_triton:
         assert isinstance(logits, Tensor)  # C++ reads no masks
         search_inputs = candidates_and_thresholds(schedule, logits, row_slots, stream, run, maxima=maxima)
         return _draw_and_recheck(schedule, logits, search_inputs, run)
@@ -274,7 +274,7 @@ def _draw_and_find(
     reads_first = wanted.top > 0 and (wanted.of != "raw" or logits is raw)
     if mode.capacity and not mode.searches and (wanted.reads_filters or reads_first):
         candidates = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
-        static = {"is_ordered": schedule.orders_candidates, "by_key": schedule.compares_keys}
+        static = {"is_ordered": schedule.orders_candidates, "by_key": not schedule.by_triton}
         among = candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass
         drawn, kept, ordered = run(draw_and_keep, *among, stream=stream, **static)
         return drawn, FoundLaw(kept, ordered)

@@ -169,6 +169,10 @@ class Schedule:
     """For the largest logit of such a block where a pass that copies edited logits finds it, and stores it."""
     final: Pass
     """For the race over the final rows of a verification."""
+    by_triton: bool
+    """Whether kernels are Triton's, and hand-written ones skip rows that need no search. C++ compares integer keys, as
+    its float operations may take denormals for zeros, and the host waits for the flags of rows that need a search.
+    """
     names_tokens: bool
     """Whether a pass returns the best token of each block, so that no kernel reads the best block again."""
     races_by_bounds: bool
@@ -189,23 +193,16 @@ class Schedule:
     """Whether the blocks of a level are found and chosen in one kernel."""
     part_tiles: tuple[int, ...]
     """Tiles of a part of a row in hand-written races, where rows are weighed too and where not; none without races."""
-    skips_rows: bool
-    """Whether hand-written kernels skip rows that need no search; otherwise the host waits for the rows' flags."""
     row_max_kernel: bool
-    """Whether a separate kernel finds each row's largest logit before rows without top-k and top-p are weighed."""
-    per_block_max: bool
-    """Whether the weighing pass otherwise recomputes that maximum in each block, see ``maxima.largest_in_each``."""
+    """Whether a separate kernel finds each row's largest logit before rows without top-k and top-p are weighed; without
+    one Triton's weighing pass finds it again in each block, see ``maxima.largest_in_each``.
+    """
     chunk_rows: int
     """Most rows that a chain of compiled stages takes at once; more go in chunks, one after the other."""
     eager_chunk_rows: int
     """The same in eager torch, which writes to memory what kernels keep in registers."""
     searches_requests: bool
     """Whether rows of a verification find their requests by scans and binary searches instead of comparing with all."""
-
-    @property
-    def compares_keys(self) -> bool:
-        """Whether only integer operations put tokens in order, as float operations may take denormals for zeros."""
-        return not self.race.by_bits
 
     @property
     def orders_candidates(self) -> bool:
@@ -281,6 +278,7 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         stored=stored,
         copied=stored._replace(slices=1),
         final=_pass(size, _FINAL_BLOCK, _ORDER_SLICE, triton),
+        by_triton=triton,
         names_tokens=triton,
         # the bound of a NaN must be above all others: CUDA's arithmetic gives a NaN a positive sign
         races_by_bounds=by_bounds,
@@ -290,9 +288,7 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         picks_by="rank" if few and narrows else "choose" if triton else "select",
         fuses_levels=triton and narrows and not few and _are_fused(rows, mode),
         part_tiles=_part_tiles(size, rows) if triton and (mode.searches or (by_bounds and mode.draws)) else (),
-        skips_rows=triton,
         row_max_kernel=triton and size_class == LARGE_ROWS,
-        per_block_max=triton,
         chunk_rows=chunk_rows(mode, triton=triton, fused=True, edited=is_edited),
         eager_chunk_rows=chunk_rows(mode, triton=triton, fused=False, edited=is_edited),
         searches_requests=bool(mode.rule) and rows > _MOST_COMPARED,

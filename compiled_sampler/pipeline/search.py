@@ -203,7 +203,7 @@ def threshold_of(schedule: Schedule, logits: Tensor, search_inputs: SearchInputs
     """Packed key of the last token that top-k and top-p keep, int64 ``[R]``, searched where not known yet."""
     mode, known = schedule.mode, search_inputs.known
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
-    if schedule.skips_rows:
+    if schedule.by_triton:
         return run(search_threshold, logits, known, search_inputs.row_max, search_inputs.rows, **base)
     if not any_row(run, known.is_open):
         return known.packed
