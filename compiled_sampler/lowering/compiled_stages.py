@@ -121,6 +121,11 @@ class CompiledStages:
         """Whether no stage that was called or asked for waits for its compiled form."""
         return not any(each.state == "queued" for each in (*self._launched, *[*self._wanted.values()]))
 
+    @property
+    def are_compiled(self) -> bool:
+        """Whether every stage that was called or asked for has its compiled form, so that a capture may hold it."""
+        return not self._eager and all(each.state == "ready" for each in [*self._wanted.values()])
+
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """What two chains return, the first from a second stream; a CUDA graph that records both lets them overlap."""
         if device.type != "cuda" or self._listing is not None:

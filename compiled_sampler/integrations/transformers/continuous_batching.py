@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,9 +29,11 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from compiled_sampler.functional import probs, sample
+from compiled_sampler.functional.arguments import run_of
 from compiled_sampler.integrations.engine_interface import seed_of
 from compiled_sampler.integrations.transformers import versions
 from compiled_sampler.integrations.transformers.requests import sorted_processors
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import as_int64
 
@@ -151,6 +153,18 @@ class SeededRunner(ModelRunner):  # type: ignore[misc]
         """As in ``ModelRunner``; ``_sample`` reads the batch."""
         self._batch_data = batch_data
         super()._forward_process_and_sample(model, batch_data, *outputs)
+
+    def _capture_graph(self, forward_fn: Callable[..., Any], compute_stream: Any, *args: Any) -> None:
+        """As in ``ModelRunner``; but until the draw is compiled, a step runs and is not captured."""
+        was_compiled = self._is_compiled()
+        with torch.cuda.stream(compute_stream):
+            forward_fn(*args)  # asks for stages that nobody has asked for
+        if was_compiled and self._is_compiled():
+            super()._capture_graph(forward_fn, compute_stream, *args)
+
+    def _is_compiled(self) -> bool:
+        run = run_of(self._backend)
+        return not isinstance(run, CompiledStages) or run.are_compiled
 
     def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
         """Write the tokens of logits float32 ``[1, N, V]``, and the bits of their logprobs where they are wanted."""

@@ -35,6 +35,7 @@ REPLACED = Interface(
         f"{_RUNNER}._forward_process_and_sample": (
             "model", "batch_data", "carry_over_ids", "prev_output_ids", "output_ids",
         ),
+        f"{_RUNNER}._capture_graph": ("forward_fn", "compute_stream", "args"),
         f"{_RUNNER}._sample": ("scores", "output_ids"),
         f"{_PROCESSORS}.__init__": ("logits_processor", "per_request_processors", "drop_unsupported_processors"),
         f"{_PROCESSORS}.check_kwargs": ("kwargs",),

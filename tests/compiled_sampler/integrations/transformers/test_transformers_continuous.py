@@ -12,8 +12,9 @@ pytest.importorskip("transformers")
 from transformers.generation import LogitsProcessorList, TopKLogitsWarper
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching import continuous_api
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 
-from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler import Sampler, SamplingParams, functional
 from compiled_sampler.integrations.engine_interface import seed_of
 from compiled_sampler.integrations.transformers import continuous_batching
 from compiled_sampler.integrations.transformers.continuous_batching import (
@@ -259,3 +260,20 @@ def test_installing_twice_and_within_a_block_leaves_what_was_there() -> None:
         assert continuous_api.ModelRunner is not outer
     assert continuous_api.ModelRunner is outer
     continuous_batching.uninstall()
+
+
+def test_a_step_is_captured_once_its_draw_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = list[Any]()
+    monkeypatch.setattr(ModelRunner, "_capture_graph", lambda self, *given: captured.append(given))
+    runner, drawn, rows = SeededRunner.__new__(SeededRunner), list[list[int]](), torch.arange(3)
+    runner._backend = "auto"
+
+    def step() -> None:
+        drawn.append(functional.sample(torch.zeros(3, 1031), seeds=rows, positions=rows).token_ids.tolist())
+
+    runner._capture_graph(step, None)
+    assert not captured
+    functional.warmup()
+    runner._capture_graph(step, None)
+    assert captured == [(step, None)]
+    assert drawn[0] == drawn[1]
