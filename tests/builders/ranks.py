@@ -114,11 +114,19 @@ class Pair:
         self.whole = Sampler(vocab_size, 256, self.device, backend="eager", **options)
         self.split = Sampler(vocab_size, 256, self.device, backend=backend, shard=self.shard, **options)
         self.rows = 0
+        self.masks_are_columns = False
 
     def columns(self, rows: Tensor) -> Tensor:
         """Those of this rank, with columns of padding behind them, which hold NaN."""
         own = self.shard.own(rows, self.vocab_size)
         return torch.cat([own, own.new_full((len(rows), 3), torch.nan)], 1)
+
+    def mask_of_columns(self, mask: Tensor) -> Tensor:
+        """The bits of this rank's columns, packed anew; what is behind them is ones."""
+        bits = (mask[:, :, None] >> torch.arange(32) & 1).flatten(1)[:, : self.vocab_size]
+        own = self.shard.own(bits, self.vocab_size)
+        own = F.pad(own, (0, -(-(self.shard.stop - self.shard.start) // 32) * 32 - own.shape[1]), value=1)
+        return (own.view(len(mask), -1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
 
     def added(self, params: SamplingParams, *tokens: Any) -> int:
         """The slot of a new request, in both."""
@@ -138,6 +146,8 @@ class Pair:
             name: self.columns(each) if name in ROW_TENSORS and each is not None else each
             for name, each in _of(1, options).items()
         }
+        if self.masks_are_columns and columns.get("token_bitmask") is not None:
+            columns["token_bitmask"] = self.mask_of_columns(columns["token_bitmask"])
         split = getattr(self.split, method)(plans[1], self.columns(logits), *_of(1, args), **columns)
         self.rows += len(logits)
         if isinstance(whole, Draft):
@@ -382,6 +392,44 @@ def every_edit(vocab_size: int, sizes: Sequence[int]) -> None:
         for slot in slots:
             pair.whole.remove_request(slot)
             pair.split.remove_request(slot)
+
+
+def masks_of_columns(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Masks of each rank's columns, with any bits of padding, are those of V tokens, for all that takes a mask."""
+    pair, source, count = Pair(vocab_size, sizes, history_len=8), random.Random(7), 9
+    for name in ("greedy", "min_p", "top_k_top_p[64]", "full"):
+        laws, positions = LAWS_OF_MODES[name], torch.arange(count)
+        slots = [pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(count)]
+        plans, verified = pair.plans(slots), pair.plans(slots, num_drafts=[1] * count)
+        pair.masks_are_columns = True
+        mask, masks = (random_mask(source, rows, vocab_size) for rows in (count, 2 * count))
+        logits, rows = (rows_like(each, vocab_size, len(name)) for each in (count, 2 * count))
+        pair.call("probs", plans, logits, token_bitmask=mask)
+        pair.call("edited_logits", plans, logits, positions, token_bitmask=mask)
+        pair.call("sample", plans, logits, positions, token_bitmask=mask)
+        drawn, _ = pair.call("draft", plans, logits, positions, token_bitmask=mask)
+        for rule in RULES:
+            drafts = drawn.token_ids.clamp(min=0)[:, None]
+            pair.call("verify", verified, rows, drafts, positions, rule, token_bitmask=masks)
+        pair.masks_are_columns = False
+        pair.call("sample", plans, logits, positions, token_bitmask=mask)
+        for slot in slots:
+            pair.whole.remove_request(slot)
+            pair.split.remove_request(slot)
+
+
+def masks_that_might_be_either() -> None:
+    """Where a shard takes as many words as all tokens, a mask of it is one of all; one of fewer words is refused."""
+    pair = Pair(70, (3, 67))
+    plans = pair.plans([pair.added(SamplingParams(seed=row)) for row in range(9)])
+    mask = random_mask(random.Random(1), 9, 70)
+    pair.call("sample", plans, rows_like(9, 70, 1), torch.arange(9), token_bitmask=mask)
+    with pytest.raises(ValueError, match=r"token_bitmask must be \[9, >= 3\]"):
+        pair.split.sample(plans[1], torch.zeros(9, 70), torch.arange(9), token_bitmask=mask[:, :2])
+    pair = Pair(70, (35, 35))  # two words each, not one
+    plans = pair.plans([pair.added(SamplingParams(seed=row)) for row in range(9)])
+    with pytest.raises(ValueError, match=r"token_bitmask must be \[9, >= 3\]"):
+        pair.split.sample(plans[1], torch.zeros(9, 70), torch.arange(9), token_bitmask=mask[:, :1])
 
 
 def edits_of_the_user(sizes: Sequence[int]) -> None:

@@ -20,6 +20,8 @@ def test_three_ranks_return_what_one_does():
         (ranks.every_rule, 300, sizes),
         (ranks.trees, 129, (60, 0, 69)),
         (ranks.every_edit, 129, (60, 0, 69)),
+        (ranks.masks_of_columns, 129, (60, 0, 75)),
+        (ranks.masks_of_columns, 300, (1, 140, 200)),
         (ranks.edits_of_the_user, (60, 0, 69)),
         (ranks.a_replay, 300, sizes),
     )
@@ -32,6 +34,8 @@ def test_two_ranks_agree_or_are_told_that_they_do_not():
         (ranks.disagreeing_plans,),
         (ranks.seeds_of_none,),
         (ranks.wrong_shards,),
+        (ranks.masks_of_columns, 300, (97, 203)),
+        (ranks.masks_that_might_be_either,),
         (ranks.a_loss_of_torch, 300, (150, 150)),
         (ranks.every_mode, 40, (25, 15), 14, (F32,)),  # fewer tokens than candidates
         (ranks.counts_alone, 1400, (1100, 300)),  # of several blocks
@@ -40,7 +44,12 @@ def test_two_ranks_agree_or_are_told_that_they_do_not():
 
 
 def test_one_rank_returns_what_whole_rows_do():
-    ranks.asked(1, (ranks.every_mode, 300, (310,), 14, (BF16,)), (ranks.a_replay, 300, (310,)))
+    ranks.asked(
+        1,
+        (ranks.every_mode, 300, (310,), 14, (BF16,)),
+        (ranks.a_replay, 300, (310,)),
+        (ranks.masks_of_columns, 300, (300,)),
+    )
 
 
 def test_four_ranks_return_what_one_does():
