@@ -37,7 +37,7 @@ class VocabularyShard:
         stop: the id behind the last one. Ids of ``vocab_size`` and above are padding, also where a whole shard is.
         group: the process group, None for the default one. Nothing here starts or connects processes.
         slow_wire: whether draws with top-p, or a top-k beyond 64, move counts and masses instead of logits, in 11 or 20
-            small collectives: for ranks that are not connected by NVLink. The tokens are the same.
+            small collectives, and logprobs of few rows sums too: for ranks without NVLink. The results are the same.
 
     Raises:
         RuntimeError: a rank did not take part within the timeout of the group.

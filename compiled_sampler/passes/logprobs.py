@@ -64,7 +64,9 @@ def logprobs_from_kept(
     live = idle_status(row_slots.table, row_slots.slots) == 0
     x = gather_logits(logits, asked.token_ids[:, None], vocab_size)
     given = None if asked.given is None else gather_logits(logits, asked.given, vocab_size)
-    return logprobs_from_logits(x, given, row_slots, law, asked, entropy=entropy)._replace(
+    of_law = logprobs_from_logits(x, given, row_slots, law, asked, entropy=entropy)
+    return LogprobOutputs(
+        *of_law[:-2],
         num_kept=_num_kept(kept, live) if num_kept else None,
         boundary=_boundary(kept, row_slots, vocab_size) if boundary else None,
     )
