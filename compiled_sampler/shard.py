@@ -37,7 +37,7 @@ class VocabularyShard:
         stop: the id behind the last one. Ids of ``vocab_size`` and above are padding, also where a whole shard is.
         group: the process group, None for the default one. Nothing here starts or connects processes.
         slow_wire: whether draws with top-p, or a top-k beyond 64, move counts and masses instead of logits, in 11 or 20
-            small collectives: for ranks that are not connected by NVLink. The tokens are the same.
+            small collectives, and logprobs of few rows sums too: for ranks without NVLink. The results are the same.
 
     Raises:
         RuntimeError: a rank did not take part within the timeout of the group.
@@ -128,6 +128,26 @@ class VocabularyShard:
         """Rows ``[R, V]`` on every rank, from the columns of each, ``[R, >= width]``."""
         return self._joined(self.collected(self._padded(columns, vocab_size), run), vocab_size)
 
+    def whole_mask(self, mask: Tensor, vocab_size: int) -> Tensor:
+        """A packed mask ``[R, ceil(V / 32)]`` on every rank, from those of each rank's columns; another as it is."""
+        # Its words alone tell which of the two it is, and must tell it on all ranks: where a shard takes as many words
+        # as V tokens, every mask is one of V tokens.
+        num_words, width = words_of(vocab_size), self.width(vocab_size)
+        is_known = max(words_of(stop - start) for start, stop in self.bounds) < num_words
+        is_mask = mask.dim() == 2 and mask.dtype is torch.int32
+        if not (is_known and is_mask and words_of(width) <= mask.shape[1] <= words_of(self.stop - self.start)):
+            return mask
+        whole = mask.new_zeros(mask.shape[0], num_words + 1)
+        if width:
+            (first, shift), count = divmod(self.start, 32), words_of(width)
+            own = mask[:, :count].clone()
+            if rest := width % 32:
+                own[:, -1] &= (1 << rest) - 1  # bits of padding may be anything
+            whole[:, first : first + count] = own << shift
+            if shift:
+                whole[:, first + 1 : first + 1 + count] |= (own >> (32 - shift)) & ((1 << shift) - 1)
+        return self.total(whole)[:, :num_words]  # the bit of a token is that of one rank, so no sum carries
+
     def own_part(self, num_rows: int) -> tuple[int, int]:
         """The first row of this rank's part of the rows, and the row behind its last."""
         firsts, count = self._row_parts(num_rows)
@@ -184,6 +204,11 @@ class VocabularyShard:
         if not lists(run):
             dist.all_reduce(values, operation, self.group)
         return values
+
+
+def words_of(num_tokens: int) -> int:
+    """The words of a packed mask, 32 tokens each."""
+    return -(-num_tokens // 32)
 
 
 def _row_bytes(values: Tensor) -> Tensor:

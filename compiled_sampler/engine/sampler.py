@@ -77,7 +77,8 @@ class Sampler(RequestHolder):
         shard: this rank's columns of a vocabulary that is split over ranks; None for whole rows. The sampler is then
             made and called alike on every rank, and every rank gets the results of whole rows, bit for bit. Logits,
             probabilities of drafts and targets, and what ``probs`` and ``edited_logits`` return have the shard's
-            columns alone; masks and ``edit_inputs`` have those of V tokens. Seeds of None are the same on every rank.
+            columns alone; ``edit_inputs`` have those of V tokens, masks those or the shard's, alike on every rank, see
+            ``sample``. Seeds of None are the same on every rank.
         check_plans: whether ``plan`` compares its batch with that of the other ranks, which waits for them: for tests
             of an engine whose ranks may disagree.
 
@@ -130,6 +131,7 @@ class Sampler(RequestHolder):
         self.logits_dtype, self.top_p_base = logits_dtype, top_p_base
         self.backend = {"auto": "graph" if device.type == "cuda" else "compiled"}.get(backend, backend)
         self._logits, self._checked_by = RowFormat(columns, logits_dtype, device), shard if check_plans else None
+        self._shard = shard
         ways = arguments.all_of(Verification, "verifications", verifications, "Verification('match', 3)")
         width = arguments.checked_cache_len(draft_cache_len, ways)
         self._draft_cache = DraftCache(most, width, self.vocab_size, logits_dtype, device) if width else None
@@ -207,7 +209,9 @@ class Sampler(RequestHolder):
             out: tensors that take the results; a replay then allocates nothing. ``token_ids`` may be int32, see
                 ``SampleOutputs``; with edits there must be a field ``finished``, with logprobs a field ``logprobs``.
             token_bitmask: int32 ``[R, >= ceil(V / 32)]``, a bit for each token that the row may draw, lowest first, as
-                xgrammar has it; all ones masks none.
+                xgrammar has it; all ones masks none. With a shard either that, or the bits of the shard's columns, in
+                ``ceil(n / 32)`` words for columns up to V or with padding: every call then sums masks over the ranks.
+                If the columns of a rank take as many words as V tokens, masks must be of V tokens.
             edit_inputs: the tensors that edits of the user declare, by name, a row for each row of logits; those of
                 edits that no request of the batch has are not read.
             logprobs: what is returned in ``SampleOutputs.logprobs``; None for nothing. It changes no token.
@@ -263,6 +267,8 @@ class Sampler(RequestHolder):
         ``by_row`` says whether each row draws a token.
         """
         edits = plan.edits if token_bitmask is None else (MASK, *plan.edits)
+        if self._shard is not None and isinstance(token_bitmask, Tensor) and token_bitmask.device == self.device:
+            token_bitmask = self._shard.whole_mask(token_bitmask, self.vocab_size)
         tensors = {} if token_bitmask is None else {MASK: token_bitmask}
         if edit_inputs is not None:
             tensors.update(self._custom.given(plan.edits, edit_inputs))

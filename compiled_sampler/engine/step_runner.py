@@ -349,7 +349,9 @@ class StepRunner:
         several = [max(size, 2) for size in sizes] if step.width else sizes
         also = top_mode(self._vocab_size) if step.logprobs is not None and step.logprobs.top else None
         batches = warmup_batches(step.mode, several, times, self._device, also=also, is_edited=bool(step.edits))
-        for size, rows in (*batches, (sizes[0], sizes[0] * times)):
+        # between ranks the number of rows alone decides what travels, and so which stages run
+        further = sizes[:1] if self._shard is None else sizes
+        for size, rows in (*batches, *((size, size * times) for size in further)):
             yield size, rows, False
             if self._bound is not None and not step.mode.from_probabilities:
                 rows = min(rows, self._bound.shape[0])

@@ -227,10 +227,15 @@ def law_in_blocks(
     """The law of each block of a row ``[R, B]``, without filters."""
     x, _ = logit_blocks(logits, vocab_size, LAW_BLOCK)
     key = order_key(best_bits(visible_bits(x)).view(torch.float32)) if by_bits else largest_key(x)
-    row_max = key_float(key)[..., None]
+    return block_laws(x, key, scale, moment=moment)
+
+
+def block_laws(x: Tensor, keys: Tensor, scale: Tensor | None, *, moment: bool) -> BlockLaws:
+    """The law of each block ``[R, B]`` of logits, float32 ``[R, B, n]``, relative to the logit of an order key."""
+    row_max = key_float(keys)[..., None]
     row_scale = torch.full_like(row_max, LOG2_E) if scale is None else scale[:, None, None]
     t = scaled_logits(x, row_max, row_scale)  # of tokens that are not visible -inf or NaN: no mass
-    return BlockLaws(key, exp2_mass(t).sum(-1), exp2_moment(t).sum(-1) if moment else None)
+    return BlockLaws(keys, exp2_mass(t).sum(-1), exp2_moment(t).sum(-1) if moment else None)
 
 
 def sum_block_laws(blocks: BlockLaws, scale: Tensor | None) -> Kept:

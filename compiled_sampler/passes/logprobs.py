@@ -62,15 +62,32 @@ def logprobs_from_kept(
 ) -> LogprobOutputs:
     """The logprobs of each row ``[R]`` from the sums of its law, but for those of ``top_logprobs``."""
     live = idle_status(row_slots.table, row_slots.slots) == 0
+    x = gather_logits(logits, asked.token_ids[:, None], vocab_size)
+    given = None if asked.given is None else gather_logits(logits, asked.given, vocab_size)
+    of_law = logprobs_from_logits(x, given, row_slots, law, asked, entropy=entropy)
+    return LogprobOutputs(
+        *of_law[:-2],
+        num_kept=_num_kept(kept, live) if num_kept else None,
+        boundary=_boundary(kept, row_slots, vocab_size) if boundary else None,
+    )
+
+
+def logprobs_from_logits(
+    x: Tensor, given: Tensor | None, row_slots: RowSlots, law: Kept, asked: Asked, *, entropy: bool
+) -> LogprobOutputs:
+    """``logprobs_from_kept`` of the law alone, from the logits of the rows' tokens ``[R, 1]`` and of given ones."""
+    live = idle_status(row_slots.table, row_slots.slots) == 0
     ids = asked.token_ids[:, None]
-    x = _logits_of(logits, ids, live, vocab_size)
+    x = torch.where(live[:, None] & (ids >= 0), x, _NONE)
+    if given is None or asked.given is None:
+        given = None
+    else:
+        given = _logprobs(torch.where(live[:, None], given, _NONE), asked.given, law)
     return LogprobOutputs(
         token=_logprobs(x, ids, law)[:, 0],
         rank=None if asked.before is None else _rank(x[:, 0], asked.before),
-        given=None if asked.given is None else _given(logits, asked.given, live, law, vocab_size),
+        given=given,
         entropy=_entropy(law, live) if entropy else None,
-        num_kept=_num_kept(kept, live) if num_kept else None,
-        boundary=_boundary(kept, row_slots, vocab_size) if boundary else None,
     )
 
 
@@ -109,16 +126,6 @@ def _keeps(x: Tensor, ids: Tensor, law: Kept) -> Tensor:
 def _log2_total(law: Kept) -> Tensor:
     """The base-2 logarithm of the total, 0 for the mass of the likeliest token: float64 ``[R]``; a number for 0."""
     return log2(law.total.to(torch.float64) * _UNIT)
-
-
-def _logits_of(logits: AnyLogits, ids: Tensor, live: Tensor, vocab_size: int) -> Tensor:
-    """Float32 logits of token ids ``[R, m]``; -inf for padding and for what is no token id."""
-    x = gather_logits(logits, ids, vocab_size)
-    return torch.where(live[:, None] & (ids >= 0), x, _NONE)
-
-
-def _given(logits: AnyLogits, token_ids: Tensor, live: Tensor, law: Kept, vocab_size: int) -> Tensor:
-    return _logprobs(_logits_of(logits, token_ids, live, vocab_size), token_ids, law)
 
 
 def _rank(x: Tensor, before: Tensor) -> Tensor:

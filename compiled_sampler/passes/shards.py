@@ -12,13 +12,27 @@ from compiled_sampler.batch import SampleOutputs
 from compiled_sampler.core.filters import KEEP_ALL, mass_cut
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import NoiseKeys
-from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, Last, key_float, order_key, pack, packed_key
+from compiled_sampler.core.order import (
+    MASKED_KEY,
+    POSITIVE_INFINITY_KEY,
+    Last,
+    indices,
+    key_float,
+    order_key,
+    pack,
+    packed_key,
+    reaches,
+)
 from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows, idle_status
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.masks import row_words
-from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
+from compiled_sampler.logprobs import LogprobOutputs
+from compiled_sampler.passes.blocks import AnyLogits, all_logits, gather_logits, in_blocks, logit_blocks
 from compiled_sampler.passes.bounds import Leaders
 from compiled_sampler.passes.candidates import sort
+from compiled_sampler.passes.kept import Kept
+from compiled_sampler.passes.law import LAW_BLOCK, BlockLaws, block_laws, sum_block_laws
+from compiled_sampler.passes.logprobs import Asked, logprobs_from_logits
 from compiled_sampler.passes.maxima import BlockMaxima, first_token, kept_in_kernel, mass_units
 from compiled_sampler.passes.race import best_from_blocks, draw_from_candidates, tokens_from_packed
 
@@ -145,6 +159,67 @@ def _joined(told: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """The candidates of all shards, int64 ``[R, T * C]``, and ``nan_bits`` ``[R, 1]``."""
     tokens, has_nan = torch.cat([part[:, :-2] for part in told], 1), torch.cat([part[:, -2:-1] for part in told], 1)
     return tokens, _nan_bits(has_nan.amax(-1, keepdim=True))
+
+
+def law_keys_of_shard(
+    logits: AnyLogits, ids: tuple[Tensor, ...], *, vocab_size: int, start: int, num_blocks: int
+) -> Tensor:
+    """Order keys in whole rows: the largest of each ``LAW_BLOCK``, then those of tokens; int32 ``[R, B + m]``."""
+    # Of what a rank does not have it tells MASKED_KEY.
+    x, _ = _law_blocks(logits, vocab_size, start)
+    own_ids = torch.cat(ids, 1) - start
+    asked = torch.where(own_ids >= 0, order_key(gather_logits(logits, own_ids, vocab_size)), MASKED_KEY)
+    return torch.cat([_in_whole_row(order_key(x).amax(-1), start, num_blocks, MASKED_KEY), asked], 1)
+
+
+def law_sums_of_shard(
+    logits: AnyLogits,
+    keys: Tensor,
+    scale: Tensor | None,
+    token_ids: Tensor,
+    *,
+    vocab_size: int,
+    start: int,
+    num_blocks: int,
+    moment: bool,
+    rank: bool,
+) -> Tensor:
+    """Sums of a shard: masses ``[R, B]`` of the blocks, moments ``[R, B]``, tokens before the row's ``[R, 1]``."""
+    # keys are the largest law_keys_of_shard of all ranks. The sums are int64, one after the other.
+    x, ids = _law_blocks(logits, vocab_size, start)
+    first = start // LAW_BLOCK
+    _, *parts = block_laws(x, keys[:, first : first + x.shape[1]], scale, moment=moment)
+    sums = [_in_whole_row(part, start, num_blocks, 0) for part in parts if part is not None]
+    if rank:
+        before = Last(expand_to(keys[:, num_blocks], x), expand_to((token_ids - 1).to(torch.int32), x))
+        sums.append(reaches(x, ids, before).to(torch.int32).sum(-1, dtype=torch.int64).sum(-1, keepdim=True))
+    return torch.cat(sums, 1)
+
+
+def logprobs_of_shards(
+    told: tuple[Tensor, Tensor, Tensor | None], row_slots: RowSlots, ids: tuple[Tensor, ...], *, num_blocks: int,
+    entropy: bool, rank: bool,
+) -> tuple[Kept, LogprobOutputs]:  # fmt: skip
+    """The law of whole rows, and its logprobs ``[R]``, from the largest keys and the sums of all ranks."""
+    keys, sums, scale = told
+    masses, moments = sums[:, :num_blocks], sums[:, num_blocks : 2 * num_blocks]
+    law = sum_block_laws(BlockLaws(keys[:, :num_blocks], masses, moments if entropy else None), scale)
+    asked = Asked(ids[0][:, 0], ids[1] if len(ids) > 1 else None, sums[:, -1:] if rank else None)
+    x, given = key_float(keys[:, num_blocks:]).tensor_split([1], 1)
+    return law, logprobs_from_logits(x, given, row_slots, law, asked, entropy=entropy)
+
+
+def _law_blocks(logits: AnyLogits, vocab_size: int, start: int) -> tuple[Tensor, Tensor]:
+    """A shard's logits in those blocks of whole rows that it has a part of, and token ids, as ``logit_blocks``."""
+    first, before = divmod(start, LAW_BLOCK)
+    x = in_blocks(F.pad(all_logits(logits, vocab_size), (before, 0), value=-torch.inf), LAW_BLOCK, -torch.inf)
+    return x, (indices(x.shape[1] * LAW_BLOCK, x.device) + first * LAW_BLOCK).view(-1, LAW_BLOCK)
+
+
+def _in_whole_row(parts: Tensor, start: int, num_blocks: int, fill: int) -> Tensor:
+    """The blocks of a shard at their places among those of whole rows ``[R, B]``."""
+    first = start // LAW_BLOCK
+    return F.pad(parts, (first, num_blocks - first - parts.shape[1]), value=fill)
 
 
 class KeyRange(NamedTuple):

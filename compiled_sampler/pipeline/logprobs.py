@@ -112,7 +112,7 @@ def logprobs_of_chunk(
     )
     if not wanted.top:
         return logprobs
-    first = _first_tokens(schedule, x, ordered if x is edited else None, wanted.top, run)
+    first = first_tokens(schedule, x, ordered if x is edited else None, wanted.top, run)
     top_ids, top = run(top_logprobs, row_slots, law, first, top=wanted.top)
     return logprobs._replace(top_token_ids=top_ids, top=top)
 
@@ -181,7 +181,7 @@ def _summed(
     return run(sum_kept, run(kept_in_blocks, logits, cut, **static))
 
 
-def _first_tokens(schedule: Schedule, logits: AnyLogits, ordered: Tensor | None, count: int, run: Run) -> Tensor:
+def first_tokens(schedule: Schedule, logits: AnyLogits, ordered: Tensor | None, count: int, run: Run) -> Tensor:
     """At least the first ``count`` tokens of each row's order, or all: int64 ``[R, n]`` packed, in descending order."""
     vocab_size, most = schedule.mode.vocab_size, CAPACITIES[0]
     if ordered is not None and ordered.shape[1] >= min(count, vocab_size):

@@ -10,9 +10,13 @@ A rank edits and reads its own columns alone. What it tells the others has the s
 - ``top_k``, ``full`` with ``slow_wire``: the numbers or masses of its tokens from 15 order keys on, which all-reduces
   sum, 8 rounds for top-k and 8 for top-p; how many tokens have the last key that is kept; then its best as above.
 
-All else takes whole rows: other searches, logprobs, edits of the user and filters of whole rows. Of a few rows every
-rank gets all columns and draws for itself; of more, each rank gets all columns of its part of the rows, and tells what
-it drew for these. Every rank makes the same collectives, whatever its width: no choice here depends on a value.
+Logprobs of the laws "raw" and "processed": the largest logit of each block of the law by an all-reduce, with the logits
+of the tokens; masses relative to these, and ranks, by another; the first n tokens by an all-gather.
+
+All else takes whole rows: other searches, logprobs of few rows or of what filters keep, edits of the user and filters
+of whole rows. Of a few rows every rank gets all columns and draws for itself; of more, each rank gets all columns of
+its part of the rows, and tells what it drew for these. Every rank makes the same collectives, whatever its width: no
+choice here depends on a value.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import math
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +36,11 @@ from compiled_sampler.core.stage import Run
 from compiled_sampler.edits.tables import EditInputs, EditTables, NoiseInputs
 from compiled_sampler.exact.row_race import mass_before_winner
 from compiled_sampler.exact.threshold import block_masses, row_masses
-from compiled_sampler.logprobs import LogprobInputs
-from compiled_sampler.modes import Mode
+from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs
+from compiled_sampler.modes import CAPACITIES, Mode
 from compiled_sampler.passes.blocks import AnyLogits
+from compiled_sampler.passes.law import LAW_BLOCK, law_scale
+from compiled_sampler.passes.logprobs import top_logprobs
 from compiled_sampler.passes.maxima import mass_units
 from compiled_sampler.passes.race import draw_from_candidates
 from compiled_sampler.passes.shards import (
@@ -50,6 +57,9 @@ from compiled_sampler.passes.shards import (
     largest_of_shard,
     last_kept_key,
     last_of_shard,
+    law_keys_of_shard,
+    law_sums_of_shard,
+    logprobs_of_shards,
     part_of_keys,
     raced_rows,
     rows_of_shard,
@@ -61,6 +71,7 @@ from compiled_sampler.passes.shards import (
 )
 from compiled_sampler.pipeline.chunks import in_chunks, part_of
 from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, has_lists, logits_to_draw_from
+from compiled_sampler.pipeline.logprobs import first_tokens
 from compiled_sampler.pipeline.sample import Draw, edit_and_draw, keyed_by, race_blocks, race_by_bounds
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates
@@ -69,6 +80,9 @@ from compiled_sampler.shard import VocabularyShard
 _GATHERED_BYTES = 2**21
 """Up to so many bytes of logits, all columns on every rank take one collective of up to 20 us on H200s, not two of 9 to
 13 us and their kernels."""
+_EXCHANGED_BYTES = 2**25
+"""Up to so many bytes of logits, an all-to-all and an all-gather take no longer than the collectives of a draw with
+logprobs, by the times in docs/sharded.md."""
 _FEWEST_EXCHANGED = 8
 """From so many rows on, ranks draw for different rows: a collective of 9 us more on an H200, but fewer bytes."""
 
@@ -88,33 +102,42 @@ def drawing_in(shard: VocabularyShard) -> Draw:
     ) -> SampleOutputs:
         mode = schedule.mode
         noise_slots = keyed_by(row_slots, noise, run)
-        if _takes_rows(mode, logits, shard) or logprobs is not None or not _are_by_token(edits):
+        if _takes_rows(mode, logits, logprobs, shard) or not _are_by_token(edits):
             return _draw_for_rows(mode, logits, row_slots, noise_slots, edits, logprobs, stream, shard, run)
-        width = shard.width(mode.vocab_size)
+        width, start = shard.width(mode.vocab_size), shard.start
         own = replace(mode, vocab_size=max(width, 1), base_is_row=False)
         if mode.searches:  # passes over the columns, without candidates
             own = replace(own, capacity=0, beyond_candidates=False)
         if not width:  # stands for a token that is masked
-            logits, edits = logits.new_full((logits.shape[0], 1), -math.inf), None
-        elif edits is not None and has_lists(edits.tables):
+            logits, edits, start = logits.new_full((logits.shape[0], 1), -math.inf), None, 0
+        raw = logits
+        if edits is not None and has_lists(edits.tables):
             logits, edits = _edited_columns(schedule, logits, row_slots, edits, shard, run), None
         elif edits is not None:
             edits = _masks_of_shard(mode, row_slots, edits, shard, run)
         schedule = drawing_schedule(own, logits, edits)
         columns = logits_to_draw_from(schedule, logits, row_slots, edits, run, ExitStack()).logits
-        if own.capacity:
-            return _draw_from_candidates(mode, schedule, columns, noise_slots, stream, shard, run)
-        return _draw_from_winners(mode, schedule, columns, noise_slots, stream, shard, run)
+        draw_from = _draw_from_candidates if own.capacity else _draw_from_winners
+        drawn = draw_from(mode, schedule, columns, noise_slots, stream, shard, run)
+        if logprobs is None:
+            return drawn
+        rows = raw if logprobs.wanted.of == "raw" else columns, row_slots, drawn.token_ids
+        return drawn._replace(logprobs=_logprobs(mode, schedule, *rows, logprobs, start, shard, run))
 
     return draw
 
 
-def _takes_rows(mode: Mode, logits: Tensor, shard: VocabularyShard) -> bool:
+def _takes_rows(mode: Mode, logits: Tensor, logprobs: LogprobInputs | None, shard: VocabularyShard) -> bool:
     """Whether draws of a mode move logits, which is the same on every rank."""
+    num_rows, wanted = logits.shape[0], None if logprobs is None else logprobs.wanted
+    num_bytes = num_rows * mode.vocab_size * logits.element_size()
+    if wanted is not None and (wanted.reads_filters or wanted.top > CAPACITIES[0]):
+        return True
     if shard.slow_wire:
         return False
-    num_rows = logits.shape[0]
-    is_small = num_rows * mode.vocab_size * logits.element_size() <= _GATHERED_BYTES and num_rows < _FEWEST_EXCHANGED
+    if wanted is not None and num_bytes <= _EXCHANGED_BYTES:
+        return True
+    is_small = num_bytes <= _GATHERED_BYTES and num_rows < _FEWEST_EXCHANGED
     takes_two = mode.base_is_row if mode.capacity else mode.filters_min_p  # collectives, if not logits
     return mode.searches or (is_small and takes_two)
 
@@ -178,6 +201,46 @@ def _masks_of_shard(
         return None
     static = {"vocab_size": mode.vocab_size, "start": shard.start, "width": shard.width(mode.vocab_size)}
     return EditInputs(EditTables(), run(words_of_shard, *masks, **static))
+
+
+def _logprobs(
+    mode: Mode,
+    schedule: Schedule,
+    logits: AnyLogits,
+    row_slots: RowSlots,
+    token_ids: Tensor,
+    asked: LogprobInputs,
+    start: int,
+    shard: VocabularyShard,
+    run: Run,
+) -> LogprobOutputs:
+    """The logprobs of whole rows ``[R]`` for their tokens, from the columns of all ranks."""
+    wanted, given_ids, processed_scale = asked
+    ids = (token_ids[:, None],) if given_ids is None else (token_ids[:, None], given_ids)
+    num_blocks, count = -(-mode.vocab_size // LAW_BLOCK), min(wanted.top, mode.vocab_size)
+    static = {"vocab_size": schedule.mode.vocab_size, "start": start, "num_blocks": num_blocks}
+    scale = run(law_scale, row_slots, processed_scale) if wanted.of == "processed" else None
+
+    def keys_of_chunk(logits: AnyLogits, ids: tuple[Tensor, ...]) -> Tensor:
+        return run(law_keys_of_shard, logits, ids, **static)
+
+    def sums_of_chunk(*rows: Any) -> Tensor:
+        return run(law_sums_of_shard, *rows, **static, moment=wanted.entropy, rank=wanted.rank)
+
+    def first_of_chunk(logits: AnyLogits) -> Tensor:
+        first = first_tokens(schedule, logits, None, count, run)
+        return run(candidates_of_shard, first, first, start=start, count=count)  # what it tells of NaNs is not read
+
+    keys = shard.maximum(in_chunks(schedule, run, keys_of_chunk, logits, ids), run)
+    sums = shard.total(in_chunks(schedule, run, sums_of_chunk, logits, keys, scale, token_ids), run)
+    flags = {"num_blocks": num_blocks, "entropy": wanted.entropy, "rank": wanted.rank}
+    law, logprobs = run(logprobs_of_shards, (keys, sums, scale), row_slots, ids, **flags)
+    if not wanted.top:
+        return logprobs
+    told = shard.collected(in_chunks(schedule, run, first_of_chunk, logits), run).unbind()
+    ordered, *_ = run(candidates_of_shards, told, count=count)
+    top_ids, top = run(top_logprobs, row_slots, law, ordered, top=wanted.top)
+    return logprobs._replace(top_token_ids=top_ids, top=top)
 
 
 def _draw_from_winners(

@@ -39,6 +39,8 @@ from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.logprobs import LAWS
 from compiled_sampler.modes import RULES
+from compiled_sampler.passes.law import LAW_BLOCK
+from compiled_sampler.pipeline import sharded
 from tests.builders.custom_edits import EDITS, HISTORY, V, params_with, random_inputs
 from tests.builders.edits import EDITS as EVERY_EDIT
 from tests.builders.edits import random_mask, random_request
@@ -114,11 +116,19 @@ class Pair:
         self.whole = Sampler(vocab_size, 256, self.device, backend="eager", **options)
         self.split = Sampler(vocab_size, 256, self.device, backend=backend, shard=self.shard, **options)
         self.rows = 0
+        self.masks_are_columns = False
 
     def columns(self, rows: Tensor) -> Tensor:
         """Those of this rank, with columns of padding behind them, which hold NaN."""
         own = self.shard.own(rows, self.vocab_size)
         return torch.cat([own, own.new_full((len(rows), 3), torch.nan)], 1)
+
+    def mask_of_columns(self, mask: Tensor) -> Tensor:
+        """The bits of this rank's columns, packed anew; what is behind them is ones."""
+        bits = (mask[:, :, None] >> torch.arange(32) & 1).flatten(1)[:, : self.vocab_size]
+        own = self.shard.own(bits, self.vocab_size)
+        own = F.pad(own, (0, -(-(self.shard.stop - self.shard.start) // 32) * 32 - own.shape[1]), value=1)
+        return (own.view(len(mask), -1, 32) << torch.arange(32)).sum(-1).to(torch.int32)
 
     def added(self, params: SamplingParams, *tokens: Any) -> int:
         """The slot of a new request, in both."""
@@ -138,6 +148,8 @@ class Pair:
             name: self.columns(each) if name in ROW_TENSORS and each is not None else each
             for name, each in _of(1, options).items()
         }
+        if self.masks_are_columns and columns.get("token_bitmask") is not None:
+            columns["token_bitmask"] = self.mask_of_columns(columns["token_bitmask"])
         split = getattr(self.split, method)(plans[1], self.columns(logits), *_of(1, args), **columns)
         self.rows += len(logits)
         if isinstance(whole, Draft):
@@ -223,6 +235,40 @@ def counts_alone(vocab_size: int, sizes: Sequence[int]) -> None:
         pair.call("verify", verified, rows_like(18, vocab_size, 1), drafts, torch.arange(6), token_bitmask=mask)
 
 
+def logprobs_of_columns(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Logprobs of the laws that need no filters, in which no logits travel; with edits, and of a verification."""
+
+    def refused(*_: Any) -> None:
+        raise AssertionError("logits must not travel")
+
+    source, count, tokens = random.Random(5), 20, (0, vocab_size // 2, vocab_size - 1)
+    everything: dict[str, Any] = {"token_ids": tokens, "rank": True, "entropy": True}
+    raw, processed = Logprobs(top=20, **everything), Logprobs(of="processed", top=64, **everything)
+    no_rows = patch.multiple(VocabularyShard, whole_rows=refused, exchanged_rows=refused)
+    with no_rows, patch.multiple(sharded, _EXCHANGED_BYTES=0, _GATHERED_BYTES=0):
+        for (name, laws), dtype in zip(LAWS_OF_MODES.items(), itertools.cycle((F32, BF16))):
+            slow_wire = name in ("top_k", "full")
+            pair = Pair(vocab_size, sizes, slow_wire=slow_wire, logits_dtype=dtype, history_len=48)
+            slots = [pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(count - 1)]
+            plans, logits = pair.plans([*slots, -1], name), rows_like(count, vocab_size, count, dtype)
+            mask, positions = random_mask(source, count, vocab_size), torch.arange(count)
+            for wanted in (raw, processed):
+                pair.call("sample", plans, logits, positions, logprobs=wanted)
+                pair.call("sample", plans, logits, positions, logprobs=wanted, token_bitmask=mask)
+            pair.call("sample", plans, logits, positions, logprobs=Logprobs())
+            pair.call("sample", plans, logits, positions, logprobs=Logprobs(of="processed", rank=True, top=1))
+            requests = [random_request(source, vocab_size, ("penalties", "logit_bias", "stops")) for _ in range(4)]
+            for each in requests:
+                for key in ("temperature", "top_k", "top_p", "min_p"):
+                    each.given.pop(key, None)
+                each.given.update(laws[0])
+            slots = [pair.added(each.params, each.prompt, each.output) for each in requests]
+            positions = torch.tensor([each.position for each in requests])
+            verified, logits = pair.plans(slots, num_drafts=[2] * 4), rows_like(12, vocab_size, 3, dtype)
+            for wanted in (raw, processed):
+                pair.call("verify", verified, logits, logits[:8].argmax(-1).view(4, 2), positions, logprobs=wanted)
+
+
 def compiled_counts(vocab_size: int) -> None:
     """A search on a slow wire runs compiled stages alone, and draws as eager torch does; on a single rank."""
     pair = Pair(vocab_size, (vocab_size,), slow_wire=True, backend="compiled")
@@ -236,21 +282,50 @@ def compiled_counts(vocab_size: int) -> None:
         pair.call("sample", plans, rows_like(32, vocab_size, seed), torch.arange(32))
 
 
+def compiled_logprobs(vocab_size: int, sizes: Sequence[int]) -> None:
+    """After a warm-up, draws with logprobs need no further stage, whether logits travel or not, nor change a bit."""
+    wanted = Logprobs(top=5, of="processed", rank=True, entropy=True, token_ids=(3, vocab_size - 1))
+    options = {"backend": "compiled", "buckets": [2, 140, 200], "captured_logprobs": [wanted]}
+    with patch.object(sharded, "_EXCHANGED_BYTES", 150 * vocab_size * 4):
+        pair = Pair(vocab_size, sizes, **options)
+        pair.split.warmup(modes=["min_p"])
+        slots = [pair.added(SamplingParams(seed=row, **LAWS_OF_MODES["min_p"][row % 4])) for row in range(200)]
+        for count in (2, 140, 200):
+            whole, split = pair.plans(slots[:count], "min_p")
+            logits, positions = rows_like(count, vocab_size, count), torch.arange(count)
+            columns = pair.shard.own(logits, vocab_size).contiguous()
+            of_columns = pair.split.sample(split, columns, positions, logprobs=wanted)
+            same(pair.whole.sample(whole, logits, positions, logprobs=wanted), of_columns)
+    lowering = pair.split.statistics().lowering
+    assert lowering is not None
+    assert not lowering.eager_stages
+    assert not lowering.queued_stages
+
+
 def collectives_as_counted(vocab_size: int, sizes: Sequence[int]) -> None:
-    """Each draw makes the collectives and sends the bytes of ``tools.bench.sharded.COUNTED``, which docs tell."""
+    """Draws make the collectives and send the bytes of ``tools.bench.sharded.COUNTED``, and logprobs those in docs."""
     sent: list[Tensor] = []
 
     def counting(function: Any, place: int) -> Any:
         return lambda *args, **options: (sent.append(args[place]), function(*args, **options))[1]
 
     reduces, gathers = counting(dist.all_reduce, 0), counting(shard_module._all_gather, 1)
-    for case, (count, row_bytes, _) in COUNTED.items():
+    cases: list[tuple[str, Logprobs | None, int, int]] = [
+        *((case, None, count, row_bytes) for case, (count, row_bytes, _) in COUNTED.items())
+    ]
+    wanted, blocks = Logprobs(top=5, rank=True, entropy=True, token_ids=(3, 4)), -(-vocab_size // LAW_BLOCK)
+    cases += [
+        ("greedy", Logprobs(), 1 + 2, 16 + 12 * blocks + 4),
+        ("greedy", wanted, 1 + 3, 16 + 20 * blocks + 4 + 4 * 2 + 8 + 8 * (5 + 2)),
+    ]
+    for case, logprobs, count, row_bytes in cases:
         name, _, way = case.partition(", ")
         sampler = Sampler(vocab_size, 10, backend="eager", shard=shard_of(sizes, slow_wire=bool(way)))
         plan = sampler.plan([sampler.add_request(replace(CASES[name].params, seed=n)) for n in range(10)])
         columns, sent[:] = shard_of(sizes).own(rows_like(10, vocab_size, 0), vocab_size), []
-        with patch.object(dist, "all_reduce", reduces), patch.object(shard_module, "_all_gather", gathers):
-            sampler.sample(plan, columns, torch.arange(10))
+        counted = patch.object(dist, "all_reduce", reduces), patch.object(shard_module, "_all_gather", gathers)
+        with counted[0], counted[1], patch.object(sharded, "_EXCHANGED_BYTES", 0):
+            sampler.sample(plan, columns, torch.arange(10), logprobs=logprobs)
         assert (len(sent), sum(each.nbytes for each in sent)) == (count, 10 * row_bytes), case
 
 
@@ -382,6 +457,44 @@ def every_edit(vocab_size: int, sizes: Sequence[int]) -> None:
         for slot in slots:
             pair.whole.remove_request(slot)
             pair.split.remove_request(slot)
+
+
+def masks_of_columns(vocab_size: int, sizes: Sequence[int]) -> None:
+    """Masks of each rank's columns, with any bits of padding, are those of V tokens, for all that takes a mask."""
+    pair, source, count = Pair(vocab_size, sizes, history_len=8), random.Random(7), 9
+    for name in ("greedy", "min_p", "top_k_top_p[64]", "full"):
+        laws, positions = LAWS_OF_MODES[name], torch.arange(count)
+        slots = [pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(count)]
+        plans, verified = pair.plans(slots), pair.plans(slots, num_drafts=[1] * count)
+        pair.masks_are_columns = True
+        mask, masks = (random_mask(source, rows, vocab_size) for rows in (count, 2 * count))
+        logits, rows = (rows_like(each, vocab_size, len(name)) for each in (count, 2 * count))
+        pair.call("probs", plans, logits, token_bitmask=mask)
+        pair.call("edited_logits", plans, logits, positions, token_bitmask=mask)
+        pair.call("sample", plans, logits, positions, token_bitmask=mask)
+        drawn, _ = pair.call("draft", plans, logits, positions, token_bitmask=mask)
+        for rule in RULES:
+            drafts = drawn.token_ids.clamp(min=0)[:, None]
+            pair.call("verify", verified, rows, drafts, positions, rule, token_bitmask=masks)
+        pair.masks_are_columns = False
+        pair.call("sample", plans, logits, positions, token_bitmask=mask)
+        for slot in slots:
+            pair.whole.remove_request(slot)
+            pair.split.remove_request(slot)
+
+
+def masks_that_might_be_either() -> None:
+    """Where a shard takes as many words as all tokens, a mask of it is one of all; one of fewer words is refused."""
+    pair = Pair(70, (3, 67))
+    plans = pair.plans([pair.added(SamplingParams(seed=row)) for row in range(9)])
+    mask = random_mask(random.Random(1), 9, 70)
+    pair.call("sample", plans, rows_like(9, 70, 1), torch.arange(9), token_bitmask=mask)
+    with pytest.raises(ValueError, match=r"token_bitmask must be \[9, >= 3\]"):
+        pair.split.sample(plans[1], torch.zeros(9, 70), torch.arange(9), token_bitmask=mask[:, :2])
+    pair = Pair(70, (35, 35))  # two words each, not one
+    plans = pair.plans([pair.added(SamplingParams(seed=row)) for row in range(9)])
+    with pytest.raises(ValueError, match=r"token_bitmask must be \[9, >= 3\]"):
+        pair.split.sample(plans[1], torch.zeros(9, 70), torch.arange(9), token_bitmask=mask[:, :1])
 
 
 def edits_of_the_user(sizes: Sequence[int]) -> None:

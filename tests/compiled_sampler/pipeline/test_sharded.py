@@ -17,9 +17,12 @@ def test_three_ranks_return_what_one_does():
         (ranks.every_mode, 300, sizes, 24, (F32, BF16)),
         (ranks.counts_alone, 300, sizes),
         (ranks.every_law, 300, sizes),
+        (ranks.logprobs_of_columns, 1100, (1, 699, 500)),  # that begin within a block of the law
+        (ranks.logprobs_of_columns, 40, (30, 0, 40)),
         (ranks.every_rule, 300, sizes),
         (ranks.trees, 129, (60, 0, 69)),
         (ranks.every_edit, 129, (60, 0, 69)),
+        (ranks.masks_of_columns, 129, (60, 0, 75)),
         (ranks.edits_of_the_user, (60, 0, 69)),
         (ranks.a_replay, 300, sizes),
     )
@@ -32,15 +35,23 @@ def test_two_ranks_agree_or_are_told_that_they_do_not():
         (ranks.disagreeing_plans,),
         (ranks.seeds_of_none,),
         (ranks.wrong_shards,),
+        (ranks.masks_of_columns, 300, (97, 203)),
+        (ranks.masks_that_might_be_either,),
         (ranks.a_loss_of_torch, 300, (150, 150)),
         (ranks.every_mode, 40, (25, 15), 14, (F32,)),  # fewer tokens than candidates
         (ranks.counts_alone, 1400, (1100, 300)),  # of several blocks
+        (ranks.logprobs_of_columns, 1400, (700, 700)),
         (ranks.collectives_as_counted, 2000, (1000, 1000)),
     )
 
 
 def test_one_rank_returns_what_whole_rows_do():
-    ranks.asked(1, (ranks.every_mode, 300, (310,), 14, (BF16,)), (ranks.a_replay, 300, (310,)))
+    ranks.asked(
+        1,
+        (ranks.every_mode, 300, (310,), 14, (BF16,)),
+        (ranks.a_replay, 300, (310,)),
+        (ranks.masks_of_columns, 300, (300,)),
+    )
 
 
 def test_four_ranks_return_what_one_does():
@@ -63,6 +74,11 @@ def test_a_rank_that_leaves_or_hangs_is_an_error_of_the_others(seconds):
 @pytest.mark.full
 def test_a_search_without_logits_is_compiled():
     ranks.asked(1, (ranks.compiled_counts, 3000), timeout_s=900)
+
+
+@pytest.mark.full
+def test_logprobs_of_columns_are_compiled():
+    ranks.asked(2, (ranks.compiled_logprobs, 1100, (700, 400)), timeout_s=900)
 
 
 def test_a_shard_needs_a_process_group():
