@@ -24,6 +24,7 @@ from compiled_sampler.integrations.transformers.continuous_batching import (
     generate_batch,
     installed,
 )
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.scalars import as_int64
 from tests.engines.tiny_models import LAWS, PROMPTS, SEEDS, batched, cache_of, config_of, generated, tiny_model
 
@@ -264,6 +265,7 @@ def test_installing_twice_and_within_a_block_leaves_what_was_there() -> None:
 
 def test_a_step_is_captured_once_its_draw_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     captured = list[Any]()
+    monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)  # as users have it
     monkeypatch.setattr(ModelRunner, "_capture_graph", lambda self, *given: captured.append(given))
     runner, drawn, rows = SeededRunner.__new__(SeededRunner), list[list[int]](), torch.arange(3)
     runner._backend = "auto"

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("transformers")
 
 from compiled_sampler.functional import warmup
+from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.engines.tiny_models import LAWS, PROMPTS, batched, generated, tiny_model
 
 ALL = range(len(PROMPTS))
@@ -39,8 +40,14 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @pytest.mark.parametrize("is_graph", [False, True])
 @pytest.mark.parametrize("law", ["k_p", "p", "temperature", "greedy"])
 def test_tokens_are_those_of_the_cpu(
-    model: Any, captures: list[object], law: str, is_graph: bool, is_async: bool
+    model: Any,
+    captures: list[object],
+    law: str,
+    is_graph: bool,
+    is_async: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)  # as users have it
     cache = {"use_cuda_graph": is_graph, "use_async_batching": is_async}
     wanted = generated(tiny_model(), ALL, LAWS[law])
     assert batched(model, ALL, LAWS[law], backend="auto", **cache) == wanted  # steps in eager torch are not captured
