@@ -24,6 +24,7 @@ from compiled_sampler.edits.tables import TABLES as EDIT_TABLES
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.lowering.stages.stage_call import TABLES, TensorSpec, copies
 from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
+from compiled_sampler.pipeline.eager import eagerly
 
 _NAN_BITS = 0x7F80_0001  # the smallest NaN, as an integer
 
@@ -55,7 +56,7 @@ def fault(stage: Stage, compiled: Callable[..., Any], tensors: tuple[Any, ...], 
     # compiled may compile at its first call; nothing here writes the tensors.
     if any(isinstance(value, CustomEdits) and not _is_exact(value) for value in static.values()):
         return ""
-    eager, writes = partial(stage, **static), tuning_of(stage).writes
+    eager, writes = partial(eagerly, stage, **static), tuning_of(stage).writes
     calls = [(tensors, outcome(eager, tensors, writes=writes))]
     served = of_requests(stage, tensors, static.get("vocab_size", 2))
     if served is not None:
