@@ -32,7 +32,7 @@ from compiled_sampler.pipeline.eager import eagerly
 
 Progress = Callable[[int, int, str], object]
 
-VARIABLE = "COMPILED_SAMPLER_KNOWN_ANSWERS"
+COMPARISON_VARIABLE = "COMPILED_SAMPLER_KNOWN_ANSWERS"
 """The environment variable that is 1 where stages are compared with eager torch, also on a torch that is known."""
 
 _MOST_CALLS = 4096  # shapes of calls that are remembered
@@ -114,7 +114,7 @@ class CompiledStages:
     @property
     def compares(self) -> bool:
         """Whether each compiled stage is compared with eager torch before it is used."""
-        return not is_known() or os.environ.get(VARIABLE) == "1"
+        return not is_known() or os.environ.get(COMPARISON_VARIABLE) == "1"
 
     @property
     def are_settled(self) -> bool:

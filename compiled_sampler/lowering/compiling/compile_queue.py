@@ -33,12 +33,12 @@ from compiled_sampler.lowering.stages.stage_call import StageCall
 from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
 
-VARIABLE = "COMPILED_SAMPLER_PROCESSES"
+PROCESSES_VARIABLE = "COMPILED_SAMPLER_PROCESSES"
 """The environment variable that says how many processes compile; with 0 nothing is compiled before ``warmup``."""
 
 NOT_KEPT = "it cannot be kept on disk, so that warmup() alone compiles it"
 HANGS = "this is a forked child; torch.set_num_threads(1) before its first step lets it run compiled code"
-NO_PROCESS = f"no process compiles it, by {VARIABLE} or for want of GPU memory, so that warmup() alone does"
+NO_PROCESS = f"no process compiles it, by {PROCESSES_VARIABLE} or for want of GPU memory, so that warmup() alone does"
 
 _MOST, _FEWEST_CORES = 12, 8
 _BYTES_EACH = 2**31  # of free GPU memory: a process holds a context and tensors of one stage
@@ -77,10 +77,10 @@ class WantedStage:
 def number_of_processes(device: torch.device) -> int:
     """The processes that may compile at once: one on few cores, and none where GPU memory is short."""
     # A process of a pool has one: it shares the machine with others like it.
-    wanted = os.environ.get(VARIABLE)
+    wanted = os.environ.get(PROCESSES_VARIABLE)
     if wanted is not None:
         if not wanted.isdecimal():
-            raise ValueError(f"{VARIABLE} must be a number of processes, got {wanted!r}; 0 starts none")
+            raise ValueError(f"{PROCESSES_VARIABLE} must be a number of processes, got {wanted!r}; 0 starts none")
         return int(wanted)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     beside = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun's processes on this machine
@@ -135,7 +135,7 @@ class CompileQueue:
             self._threads.add(thread)
 
     def withdraw(self, wanted: WantedStage) -> bool:
-        """Whether no thread has taken a stage; then none will."""
+        """Whether no thread works on a stage, of which none will take it then."""
         with self.lock:
             with contextlib.suppress(ValueError):
                 self._waiting.remove(wanted)

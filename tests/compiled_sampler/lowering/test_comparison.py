@@ -19,7 +19,7 @@ from compiled_sampler.edits.names import CONSUMES, EDITS, RESTORES
 from compiled_sampler.edits.recording import DrawEnds
 from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.comparison import KINDS, difference, hard_rows, outcome
-from compiled_sampler.lowering.compiled_stages import VARIABLE, CompiledStages, StageWarning
+from compiled_sampler.lowering.compiled_stages import COMPARISON_VARIABLE, CompiledStages, StageWarning
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.passes import cliff, deviation, mass_filters, typical
 from compiled_sampler.passes.maxima import order_maxima
@@ -82,7 +82,7 @@ def test_on_an_unknown_torch_a_stage_that_is_wrong_by_a_bit_runs_eager_and_is_na
 
 @pytest.mark.usefixtures("planted")
 def test_without_a_comparison_the_difference_would_be_seen(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(COMPARISON_VARIABLE, raising=False)
     assert not draw_right(Sampler(V, 4, backend="compiled"))
 
 
@@ -181,7 +181,7 @@ def prepared(*edits: str, slots: int = 5) -> Sampler:
 
 def found(monkeypatch: pytest.MonkeyPatch, sampler: Sampler, idle: Mapping[Any, Any]) -> set[str]:
     """Stages that a warm-up finds to differ, where some are idle and all others those of eager torch."""
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(COMPARISON_VARIABLE, "1")
     stand_in(monkeypatch, idle)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", StageWarning)
@@ -215,7 +215,7 @@ def test_stages_that_do_as_eager_torch_does_differ_nowhere_and_are_compared_once
 
 
 def test_a_warmup_compares_nothing_on_a_known_torch(monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(COMPARISON_VARIABLE, raising=False)
     with mock.patch.object(compiled_stages, "fault") as comparing:
         shared_sampler(V).warmup(modes=["greedy"])
     assert not comparing.called
@@ -262,7 +262,7 @@ def test_results_are_compared_bit_for_bit(found, wanted, why):
 def test_after_a_warmup_a_stage_that_was_called_before_is_compared_at_its_next_call(monkeypatch):
     """As ``functional.warmup`` leaves it, which lists no steps."""
     stand_in(monkeypatch, {})
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(COMPARISON_VARIABLE, "1")
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
     stages, logits = CompiledStages(), torch.randn(3, V)
     eager = stages(order_maxima, logits, vocab_size=V, block=64, by_bits=False)

@@ -32,8 +32,8 @@ from compiled_sampler.lowering.compiling.compile_queue import (
     HANGS,
     NO_PROCESS,
     NOT_KEPT,
+    PROCESSES_VARIABLE,
     QUEUE,
-    VARIABLE,
     number_of_processes,
 )
 from compiled_sampler.lowering.compiling.disk_cache import claimed
@@ -51,7 +51,7 @@ LOGITS = torch.randn(3, 129)
 def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user has it, with one process."""
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(PROCESSES_VARIABLE, "1")
     monkeypatch.setattr(compile_processes, "_NICENESS", 0)  # beside other tests it would hardly ever run
     monkeypatch.setattr(compile_queue, "_IDLE_SECONDS", 0.0)  # no test finds the process of another
 
@@ -123,7 +123,7 @@ plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, top_p=0.9))])
 sampler.sample(plan, torch.randn(1, 100), torch.tensor([0]))
 print([name for name in [*sys.modules] if name.startswith(("torch._dynamo", "torch._inductor", "sympy"))])
 """
-    environment = {**os.environ, VARIABLE: "0"}  # no thread imports any, either
+    environment = {**os.environ, PROCESSES_VARIABLE: "0"}  # no thread imports any, either
     ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_kept_stays_eager_without_a_warning():
 
 
 def test_without_processes_stages_stay_eager(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "0")
+    monkeypatch.setenv(PROCESSES_VARIABLE, "0")
     stages = CompiledStages()
     with mock.patch.object(QUEUE, "_serve", side_effect=AssertionError("a thread")):
         assert is_right(stages)
@@ -330,7 +330,7 @@ def test_without_a_compiler_stages_stay_eager(empty_disk, monkeypatch):
 
 
 def test_the_number_of_processes_follows_cores_memory_and_the_variable(monkeypatch):
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(PROCESSES_VARIABLE)
     for count, wanted in ((2, 1), (8, 6), (16, 12), (64, 12)):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, count=count: {*range(count)})
         assert number_of_processes(CPU) == wanted
@@ -343,9 +343,9 @@ def test_the_number_of_processes_follows_cores_memory_and_the_variable(monkeypat
             assert number_of_processes(torch.device("cuda")) == wanted
     with mock.patch.object(compile_queue.multiprocessing, "parent_process", return_value=object()):
         assert number_of_processes(CPU) == 1
-    monkeypatch.setenv(VARIABLE, "3")
+    monkeypatch.setenv(PROCESSES_VARIABLE, "3")
     assert number_of_processes(CPU) == 3
-    monkeypatch.setenv(VARIABLE, "-1")
+    monkeypatch.setenv(PROCESSES_VARIABLE, "-1")
     with pytest.raises(ValueError, match="must be a number of processes, got '-1'; 0 starts none"):
         number_of_processes(CPU)
 
