@@ -10,7 +10,7 @@ import torch
 from hypothesis import settings
 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling.compile_queue import VARIABLE
+from compiled_sampler.lowering.compiling.compile_queue import PROCESSES_VARIABLE
 
 # No deadline: the first example of a compiled function pays for its compilation.
 settings.register_profile("local", deadline=None)
@@ -26,7 +26,7 @@ def pytest_configure() -> None:
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     threads = max(1, torch.get_num_threads() // workers)
     os.environ["OMP_NUM_THREADS"] = str(threads)  # of programs that tests start
-    os.environ.setdefault(VARIABLE, "0")
+    os.environ.setdefault(PROCESSES_VARIABLE, "0")
     # Else a test of compiled stages would compare eager torch with itself. Tests of the queue set it back.
     CompiledStages.compiles_at_calls = True
     torch.set_num_threads(threads)

@@ -15,7 +15,7 @@ from compiled_sampler import EditRows, LogitEdit, Sampler
 from compiled_sampler.batch import SampleInputs, VerifyInputs, tensors_of
 from compiled_sampler.core.stage import call
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling.compile_queue import VARIABLE
+from compiled_sampler.lowering.compiling.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.modes import RULES, Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import chunks
@@ -201,7 +201,7 @@ def test_rows_beyond_2_to_the_31_elements_are_read_where_they_are():
 def test_eager_edits_of_long_histories_hold_no_more_than_a_chunk_and_keep_their_bits(edit, backend, monkeypatch):
     """Their scratch grows with the history, as does that of a record of drafts, here to eight bounds and more."""
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
-    monkeypatch.setenv(VARIABLE, "0")
+    monkeypatch.setenv(PROCESSES_VARIABLE, "0")
     count, width, length, bound = 16, 7, 2000, 2**20
     sampler = Sampler(V, count, backend=backend, history_len=length)
     text = [token % 40 for token in range(length - 16)]

@@ -6,7 +6,7 @@ import torch
 from compiled_sampler.core.stage import fuses
 from compiled_sampler.exact.triton import ENTRY_BYTES, LONGEST, SPARE, list_capacity, list_stride
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling.compile_queue import VARIABLE
+from compiled_sampler.lowering.compiling.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.pipeline.schedule import (
@@ -87,7 +87,7 @@ LARGE = 151_936
 def test_a_step_in_eager_torch_holds_no_more_than_is_computed(name, backend, monkeypatch):
     """Also where its stages wait for their compiled forms."""
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
-    monkeypatch.setenv(VARIABLE, "0")
+    monkeypatch.setenv(PROCESSES_VARIABLE, "0")
     vocab_size, rows, small = 2000, 96, 2**10
     mode, logits = modes_by_name(vocab_size)[name], torch.randn(rows, vocab_size)
     run = CompiledStages() if backend == "compiled" else eagerly
