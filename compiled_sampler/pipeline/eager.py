@@ -21,7 +21,7 @@ from compiled_sampler.edits.recording import record_drafts, record_draws, record
 from compiled_sampler.exact.row_race import mass_before_winner
 from compiled_sampler.exact.threshold import block_masses, order_keys
 from compiled_sampler.passes.bounds import LEADERS, race_bounds, race_leaders, race_masked_bounds
-from compiled_sampler.passes.candidates import all_blocks
+from compiled_sampler.passes.candidates import all_blocks, child_tokens
 from compiled_sampler.passes.cliff import above_cliff, drop_keys
 from compiled_sampler.passes.deviation import distance_sums, logit_ends, within_distance
 from compiled_sampler.passes.kept import kept_in_blocks
@@ -101,6 +101,8 @@ def _most_rows(stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -
         return eager_rows(tokens=static["vocab_size"])
     if stage in _OF_BLOCKS:
         return eager_rows(tokens=_OF_BLOCKS[stage] * static["block"])
+    if stage is child_tokens:
+        return eager_rows(tokens=tensors[1].shape[1] * static["ratio"] * static["size"])
     if stage not in _OF_POSITIONS:
         return None
     length = sum(map(_positions, tensors))

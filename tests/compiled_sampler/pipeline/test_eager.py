@@ -11,6 +11,7 @@ import torch
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams
 from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import pack
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.exact.threshold import order_keys
@@ -19,6 +20,7 @@ from compiled_sampler.lowering.stages.stage_call import layout
 from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.passes import shards
 from compiled_sampler.passes.bounds import race_bounds, race_leaders, race_masked_bounds
+from compiled_sampler.passes.candidates import child_tokens
 from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima, order_maxima
 from compiled_sampler.pipeline import chunks, eager
@@ -125,6 +127,9 @@ def run_other_stages() -> None:
     compared(race_masked_bounds, masked, rows, **blocks, finds_max=True)
     bounds = compared(race_bounds, logits, rows, **blocks, finds_max=True)
     compared(race_leaders, logits, bounds, rows, **blocks)
+    level: dict[str, Any] = {**vocab, "ratio": 4, "size": 8}
+    parents = pack(maxima.keys[:, :2], torch.arange(2))
+    compared(child_tokens, logits, parents, **level)
     keys = shards.every_key(rows.live)
     for by_mass in (False, True):
         compared(shards.weights_from_keys, logits, keys, row_max, rows.scale, **blocks, by_mass=by_mass)
@@ -140,7 +145,8 @@ def test_every_stage_in_chunks_has_the_bits_and_layouts_of_all_rows_at_once():
     verify_plain_drafts()
     verify_trees()
     run_other_stages()
-    assert {*eager._OF_TOKENS, *eager._OF_BLOCKS, *eager._OF_POSITIONS, unfiltered_weights} == IN_CHUNKS
+    listed = *eager._OF_TOKENS, *eager._OF_BLOCKS, *eager._OF_POSITIONS, child_tokens, unfiltered_weights
+    assert {*listed} == IN_CHUNKS
 
 
 def test_the_comparison_sees_rows_of_another_chunk():
