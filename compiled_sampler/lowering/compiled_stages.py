@@ -75,6 +75,8 @@ class CompiledStages:
     """
 
     fuses = True
+    num_uncompiled_calls = 0
+    """Calls of stages in eager torch that a capture would refuse, as their compiled forms were not there."""
     compiles_at_calls = False
     """Whether the first call of a stage compiles it; tests and tools set it for every sampler."""
 
@@ -120,11 +122,6 @@ class CompiledStages:
     def are_settled(self) -> bool:
         """Whether no stage that was called or asked for waits for its compiled form."""
         return not any(each.state == "queued" for each in (*self._launched, *[*self._wanted.values()]))
-
-    @property
-    def are_compiled(self) -> bool:
-        """Whether every stage that was called or asked for has its compiled form, so that a capture may hold it."""
-        return not self._eager and all(each.state == "ready" for each in [*self._wanted.values()])
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """What two chains return, the first from a second stream; a CUDA graph that records both lets them overlap."""
@@ -280,13 +277,14 @@ class CompiledStages:
 
     def _eager_until_ready(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
         """A stage in eager torch, whose compiled code takes over when a thread has it."""
-        stage, static, wanted = code.stage, code.static, self._wanted.get(code.key)
-        if wanted is None:
-            (wanted,) = self._ask([code])
-        if wanted.state == "ready":  # for other numbers of rows; warmup() compiles such a stage again
+        stage, static, key, known = code.stage, code.static, code.key, self._wanted.get(code.key)
+        if known is None:
+            (known,) = self._ask([code])
+        if known.state == "ready":  # for other numbers of rows; warmup() compiles such a stage again
             return functools.partial(eagerly, stage, **static)
 
         def run(*tensors: Any) -> Any:
+            wanted = self._wanted.get(key, known)  # a warm-up may have asked for it anew
             if wanted.state == "queued":
                 QUEUE.wake()
             elif wanted.state == "ready":
@@ -296,6 +294,7 @@ class CompiledStages:
                 wanted.has_failed = False  # warned of once
                 self._warn(stage, wanted.reason)
             code_of_device.check_not_capturing()
+            self.num_uncompiled_calls += 1
             return eagerly(stage, *tensors, **static)
 
         code_of_device = code._replace(tensors=())

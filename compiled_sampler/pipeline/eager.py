@@ -37,7 +37,13 @@ from compiled_sampler.passes.logprobs import tokens_before
 from compiled_sampler.passes.mass_filters import last_top_choices, mass_sums, without_first, without_light
 from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima, order_maxima, order_maxima_of
 from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
-from compiled_sampler.passes.shards import count_of_key, weights_from_keys, winners_of_blocks
+from compiled_sampler.passes.shards import (
+    count_of_key,
+    law_keys_of_shard,
+    law_sums_of_shard,
+    weights_from_keys,
+    winners_of_blocks,
+)
 from compiled_sampler.passes.typical import digit_masses, within_typical
 from compiled_sampler.pipeline.chunks import in_chunks_of, leaves_by_row
 from compiled_sampler.pipeline.schedule import eager_rows
@@ -49,7 +55,7 @@ _OF_TOKENS: dict[Stage, int] = {
     **dict.fromkeys((all_blocks, customized, customized_with_maxima, masked, masked_with_maxima), 0),
     **dict.fromkeys((order_maxima, race_bounds, race_masked_bounds, race_maxima, race_order), 0),
     **dict.fromkeys((block_masses, mass_before_winner, order_keys, count_of_key, weights_from_keys), 0),
-    **dict.fromkeys((kept_in_blocks, law_in_blocks, tokens_before), 0),
+    **dict.fromkeys((kept_in_blocks, law_in_blocks, law_keys_of_shard, law_sums_of_shard, tokens_before), 0),
     **dict.fromkeys((probabilities, probability_blocks, weight_blocks), 0),
     **dict.fromkeys((above_cliff, drop_keys, distance_sums, logit_ends, within_distance), 0),
     **dict.fromkeys((last_top_choices, mass_sums, without_first, without_light, digit_masses, within_typical), 0),

@@ -33,7 +33,6 @@ from compiled_sampler.functional.arguments import run_of
 from compiled_sampler.integrations.engine_interface import seed_of
 from compiled_sampler.integrations.transformers import versions
 from compiled_sampler.integrations.transformers.requests import sorted_processors
-from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import as_int64
 
@@ -156,15 +155,12 @@ class SeededRunner(ModelRunner):  # type: ignore[misc]
 
     def _capture_graph(self, forward_fn: Callable[..., Any], compute_stream: Any, *args: Any) -> None:
         """As in ``ModelRunner``; but until the draw is compiled, a step runs and is not captured."""
-        was_compiled = self._is_compiled()
+        stages = run_of(self._backend)
+        before = getattr(stages, "num_uncompiled_calls", 0)
         with torch.cuda.stream(compute_stream):
-            forward_fn(*args)  # asks for stages that nobody has asked for
-        if was_compiled and self._is_compiled():
+            forward_fn(*args)
+        if getattr(stages, "num_uncompiled_calls", 0) == before:
             super()._capture_graph(forward_fn, compute_stream, *args)
-
-    def _is_compiled(self) -> bool:
-        run = run_of(self._backend)
-        return not isinstance(run, CompiledStages) or run.are_compiled
 
     def _sample(self, scores: Tensor, output_ids: Tensor) -> None:
         """Write the tokens of logits float32 ``[1, N, V]``, and the bits of their logprobs where they are wanted."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
+from compiled_sampler.exact.threshold import order_keys
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
 from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode
@@ -207,3 +208,15 @@ def test_an_eager_sampler_compiles_nothing(compilations):
     sampler.warmup()
     reference("full", torch.randn(2, V))
     assert compilations.options == []
+
+
+def test_a_call_made_before_a_warm_up_runs_compiled_after_it(monkeypatch):
+    """The warm-up asks for its stage anew, so what the call waited for never came."""
+    monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
+    stages, logits = CompiledStages(), torch.randn(3, 70)
+    eager = stages(order_keys, logits, vocab_size=70)
+    assert stages.num_uncompiled_calls == 1
+    with stages.precompiling(logits.device, None):
+        pass
+    assert torch.equal(stages(order_keys, logits, vocab_size=70), eager)
+    assert stages.num_uncompiled_calls == 1

@@ -134,6 +134,11 @@ def run_other_stages() -> None:
     for by_mass in (False, True):
         compared(shards.weights_from_keys, logits, keys, row_max, rows.scale, **blocks, by_mass=by_mass)
     compared(order_keys, logits, **vocab)
+    columns: dict[str, Any] = {**vocab, "start": 7, "num_blocks": 1}
+    ids = torch.arange(2 * len(logits)).view(-1, 2)
+    largest = compared(shards.law_keys_of_shard, logits, (ids,), **columns)
+    flags = {"moment": True, "rank": True}
+    compared(shards.law_sums_of_shard, logits, largest, rows.scale, ids[:, 0], **columns, **flags)
     compared(shards.count_of_key, logits, maxima.keys[:, 0], **blocks)
     unnamed = maxima._replace(token_ids=None)
     compared(shards.winners_of_blocks, logits, unnamed, rows, None, None, **blocks, by_bits=True, start=0)
