@@ -132,14 +132,14 @@ class VocabularyShard:
         """A packed mask ``[R, ceil(V / 32)]`` on every rank, from those of each rank's columns; another as it is."""
         # Its words alone tell which of the two it is, and must tell it on all ranks: where a shard takes as many words
         # as V tokens, every mask is one of V tokens.
-        num_words, width = words_of(vocab_size), self.width(vocab_size)
-        is_known = max(words_of(stop - start) for start, stop in self.bounds) < num_words
+        num_words, width = mask_words(vocab_size), self.width(vocab_size)
+        is_known = max(mask_words(stop - start) for start, stop in self.bounds) < num_words
         is_mask = mask.dim() == 2 and mask.dtype is torch.int32
-        if not (is_known and is_mask and words_of(width) <= mask.shape[1] <= words_of(self.stop - self.start)):
+        if not (is_known and is_mask and mask_words(width) <= mask.shape[1] <= mask_words(self.stop - self.start)):
             return mask
         whole = mask.new_zeros(mask.shape[0], num_words + 1)
         if width:
-            (first, shift), count = divmod(self.start, 32), words_of(width)
+            (first, shift), count = divmod(self.start, 32), mask_words(width)
             own = mask[:, :count].clone()
             if rest := width % 32:
                 own[:, -1] &= (1 << rest) - 1  # bits of padding may be anything
@@ -206,7 +206,7 @@ class VocabularyShard:
         return values
 
 
-def words_of(num_tokens: int) -> int:
+def mask_words(num_tokens: int) -> int:
     """The words of a packed mask, 32 tokens each."""
     return -(-num_tokens // 32)
 

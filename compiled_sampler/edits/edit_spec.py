@@ -146,13 +146,13 @@ class EditSpec:
         self.check_vocabulary(params, vocab_size)
 
 
+_LEAST_NORMAL = np.finfo(np.float32).tiny
+
+
 def normal(value: float) -> np.float32:
     """A number in float32, 0 for a denormal, which some modes of a CPU take for 0."""
     rounded = np.float32(value)
     return rounded if abs(rounded) >= _LEAST_NORMAL else np.float32(0.0)
-
-
-_LEAST_NORMAL = np.finfo(np.float32).tiny
 
 
 MAX_TOKEN_ID = 2**31 - 2

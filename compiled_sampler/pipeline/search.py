@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -43,7 +42,7 @@ from compiled_sampler.passes.candidates import (
     sort,
 )
 from compiled_sampler.passes.maxima import BlockMaxima, mass_units, order_maxima
-from compiled_sampler.pipeline.chunks import in_chunks
+from compiled_sampler.pipeline.chunks import in_chunks_of
 from compiled_sampler.pipeline.schedule import Schedule
 
 _FUSED: dict[Any, Callable[..., Tensor]] = {
@@ -211,8 +210,8 @@ def threshold_of(schedule: Schedule, logits: Tensor, search_inputs: SearchInputs
     def searched_chunk(logits: Tensor, known: Threshold, rows: RowParams) -> Tensor:
         return run(search_threshold_on_cpu, run(order_keys, logits, vocab_size=mode.vocab_size), known, rows, **base)
 
-    few = replace(schedule, chunk_rows=schedule.eager_chunk_rows)  # a key of 8 bytes for each token, several times
-    return in_chunks(few, run, searched_chunk, logits, known, search_inputs.rows)
+    # A key of 8 bytes for each token, several times, also where stages are compiled.
+    return in_chunks_of(schedule.eager_chunk_rows, searched_chunk, logits, known, search_inputs.rows)
 
 
 def _weighed(
