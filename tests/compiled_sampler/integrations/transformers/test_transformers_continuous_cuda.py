@@ -1,5 +1,6 @@
 """Continuous batching on CUDA, where forward pass and draw are captured in one graph: the tokens of the CPU."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     made, original = list[object](), ModelRunner._capture_graph
 
+    @functools.wraps(original)  # its signature is checked
     def counted(self: Any, *arguments: Any) -> None:
         made.append(self)
         original(self, *arguments)
