@@ -29,7 +29,7 @@ from compiled_sampler.exact.threshold import (
     block_masses,
     has_triton_twin,
     keep_all_threshold,
-    search_threshold,
+    search_threshold_in_torch,
     triton_operator,
 )
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, logit_blocks, logits_of_rows, values_of, words_of
@@ -104,6 +104,19 @@ def race_rows(
         operator, words = triton_operator("race_rows"), words_of(logits, vocab_size)
         winners: Tensor = operator(x, races, *_parameters(rows, row_max), best_known, words, vocab_size, False)[0]
         return winners
+    return race_rows_in_torch(logits, races, rows, row_max, best_known, vocab_size=vocab_size)
+
+
+def race_rows_in_torch(
+    logits: AnyLogits,
+    races: Tensor,
+    rows: RowParams,
+    row_max: Tensor | None,
+    best_known: Tensor | None,
+    *,
+    vocab_size: int,
+) -> Tensor:
+    """``race_rows`` without kernels of its own, for any device: each row is one part."""
     return _raced(logits, races, rows, row_max, None, vocab_size)
 
 
@@ -117,8 +130,16 @@ def race_and_weigh(logits: AnyLogits, flagged: FlaggedRows, *, vocab_size: int, 
         parameters = _parameters(rows, row_max)
         winners, masses = operator(x, races, *parameters, None, words, vocab_size, True)
         return masses, winners
+    return race_and_weigh_in_torch(logits, flagged, vocab_size=vocab_size, block=block)
+
+
+def race_and_weigh_in_torch(
+    logits: AnyLogits, flagged: FlaggedRows, *, vocab_size: int, block: int
+) -> tuple[Tensor, Tensor]:
+    """``race_and_weigh`` without kernels of its own: no row races before its threshold is known."""
+    rows, row_max, _ = flagged
     masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
-    return masses, race_rows(logits, races, rows, row_max, None, vocab_size=vocab_size)
+    return masses, masses.new_empty((masses.shape[0], 0))
 
 
 def _parameters(rows: RowParams, row_max: Tensor | None) -> tuple[Any, ...]:
@@ -139,24 +160,41 @@ def race_beyond_candidates(
 ) -> Tensor:
     """The best packed (score key, id) of the rows that race, int64 ``[R, n]``; ``NO_WINNER`` elsewhere."""
     # The winner of a row is the largest of its n numbers; in rows that are searched all others are NO_WINNER.
-    # raced, int64 [R, n], are the winners of rows that raced before; read on CUDA only.
+    # raced, int64 [R, n], are the winners of rows that raced before, by which kernels tell what to race; n is 0 where
+    # no kernel let them race.
     x = values_of(logits)
-    if has_triton_twin(x):
+    if has_triton_twin(x) and raced.shape[1]:
         which = (known.packed, known.is_open, known.beyond_candidates, known.row_mass)
         parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
         winners: Tensor = triton_operator("race_beyond_candidates")(
             x, *which, *parameters, raced, words_of(logits, vocab_size), vocab_size, base_is_row
         )
         return winners
+    return race_beyond_candidates_in_torch(
+        logits, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=base_is_row
+    )
+
+
+def race_beyond_candidates_in_torch(
+    logits: AnyLogits,
+    known: Threshold,
+    rows: RowParams,
+    row_max: Tensor,
+    raced: Tensor,
+    *,
+    vocab_size: int,
+    base_is_row: bool,
+) -> Tensor:
+    """``race_beyond_candidates`` without kernels of its own, which does not read who raced."""
     x = all_logits(logits, vocab_size)
-    threshold = search_threshold(x, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
+    threshold = search_threshold_in_torch(x, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     return _raced(x, known.beyond_candidates, rows, row_max, threshold, vocab_size)
 
 
 def _raced(
     logits: AnyLogits, races: Tensor, rows: RowParams, row_max: Tensor | None, threshold: Tensor | None, vocab_size: int
 ) -> Tensor:
-    """The winners of the rows that race, int64 ``[R, 1]``, off CUDA; ``NO_WINNER`` for other rows."""
+    """The winners of the rows that race, int64 ``[R, 1]``, in torch; ``NO_WINNER`` for other rows."""
     index = races.nonzero().flatten()
     x, ids = logits_of_rows(logits, index, vocab_size), indices(vocab_size, index.device)
     last = None if threshold is None else last_of(threshold[index], by_key=True)
@@ -177,10 +215,15 @@ def race_top_k(logits: AnyLogits, rows: RowParams, *, vocab_size: int) -> tuple[
         operator, words = triton_operator("race_top_k"), words_of(logits, vocab_size)
         winners, nan_bits = operator(x, *parameters, words, vocab_size)
         return winners, nan_bits
+    return race_top_k_in_torch(logits, rows, vocab_size=vocab_size)
+
+
+def race_top_k_in_torch(logits: AnyLogits, rows: RowParams, *, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """``race_top_k`` without kernels of its own."""
     x = all_logits(logits, vocab_size)
     known = keep_all_threshold(rows, rows.live & (rows.top_k < vocab_size), rows.live)
     row_max = key_float(largest_key(x))
-    threshold = search_threshold(x, known, row_max, rows, vocab_size=vocab_size, base_is_row=False)
+    threshold = search_threshold_in_torch(x, known, row_max, rows, vocab_size=vocab_size, base_is_row=False)
     return _raced(x, known.beyond_candidates, rows, row_max, threshold, vocab_size), nan_bits_of(x)[:, None]
 
 

@@ -1,9 +1,9 @@
 """The exact top-k and top-p threshold of a row of any width, for rows whose filters keep more than the candidates.
 
-By definition: sort the whole row, apply the filters, name the last token kept (``core/reference.py``). On the CPU the
-same filters are applied to the first 4,096 tokens of the order, and to all where that is not enough; most draws skip
-this search (``row_race.py``). On CUDA ``exact/triton`` finds the same threshold by a search that reads a row about
-once and skips rows that need none.
+By definition: sort the whole row, apply the filters, name the last token kept (``core/reference.py``). In torch the
+same filters are applied to the first 4,096 tokens of the order, and to all where that is not enough; most draws on the
+CPU skip this search (``row_race.py``). On CUDA ``exact/triton`` finds the same threshold by a search that reads a row
+about once and skips rows that need none; torch searches there until these kernels are compiled.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from compiled_sampler.passes.blocks import AnyLogits, all_logits, in_blocks
 from compiled_sampler.passes.candidates import largest, number
 from compiled_sampler.passes.maxima import kept_in_kernel, rows_of_blocks
 
-_ENOUGH = 4096  # on the CPU, tokens within which most filters end; for the other rows all tokens are sorted
+_ENOUGH = 4096  # tokens within which most filters end; for the other rows all tokens are sorted
 
 
 class FlaggedRows(NamedTuple):
@@ -145,11 +145,18 @@ def search_threshold(
 ) -> Tensor:
     """The threshold of every row, int64 ``[R]`` packed (order key, id), with the open rows searched."""
     if not has_triton_twin(logits):
-        keys = order_keys(logits, vocab_size=vocab_size)
-        return search_threshold_on_cpu(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
+        return search_threshold_in_torch(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     arguments = (logits, known.packed, known.is_open, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
     threshold: Tensor = triton_operator("search_threshold")(*arguments, vocab_size, base_is_row)
     return threshold
+
+
+def search_threshold_in_torch(
+    logits: Tensor, known: Threshold, row_max: Tensor, rows: RowParams, *, vocab_size: int, base_is_row: bool
+) -> Tensor:
+    """``search_threshold`` without kernels of its own; the maxima are not read."""
+    keys = order_keys(logits, vocab_size=vocab_size)
+    return search_in_order(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
 
 
 def has_triton_twin(logits: Tensor) -> bool:
@@ -175,16 +182,14 @@ def order_keys(logits: Tensor, *, vocab_size: int) -> Tensor:
     return order_key(row_logits(logits, vocab_size))
 
 
-def search_threshold_on_cpu(
-    keys: Tensor, known: Threshold, rows: RowParams, *, vocab_size: int, base_is_row: bool
-) -> Tensor:
-    """``search_threshold`` on the CPU: int64 ``[R]``."""
+def search_in_order(keys: Tensor, known: Threshold, rows: RowParams, *, vocab_size: int, base_is_row: bool) -> Tensor:
+    """The threshold of every row, int64 ``[R]``, from the order keys ``[R, V]``: the host waits for which are open."""
     which, parameters = (known.packed, known.is_open, known.row_mass), (rows.scale, rows.top_k, rows.top_p)
-    threshold: Tensor = torch.ops.compiled_sampler.cpu_search(keys, *which, *parameters, vocab_size, base_is_row)
+    threshold: Tensor = torch.ops.compiled_sampler.search_in_order(keys, *which, *parameters, vocab_size, base_is_row)
     return threshold
 
 
-def _cpu_search(
+def _search_in_order(
     keys: Tensor,
     packed: Tensor,
     is_open: Tensor,
@@ -199,16 +204,17 @@ def _cpu_search(
     index = is_open.nonzero().flatten()
     for count in (min(_ENOUGH, vocab_size), vocab_size):
         asked = keys[index]
-        places = number(largest(asked, count))  # numbered by place: the filters need no token ids
+        # On the CPU tokens are numbered by place, which the filters do not mind: numpy sorts 32 bits faster than 64.
+        ordered = largest(number(asked), count) if asked.is_cuda else number(largest(asked, count))
         parameters, base = (scale[index], top_k[index], top_p[index], row_mass[index]), base_is_row
-        last, base_known, ends = threshold_in_prefix(places, *parameters, vocab_size=vocab_size, base_is_row=base)
-        packed = packed.index_copy(0, index, _token_at(asked, last))
+        last, base_known, ends = threshold_in_prefix(ordered, *parameters, vocab_size=vocab_size, base_is_row=base)
+        packed = packed.index_copy(0, index, last if asked.is_cuda else _token_at(asked, last))
         index = index[~(base_known & ends)]
     return packed
 
 
 def _token_at(keys: Tensor, place: Tensor) -> Tensor:
-    """The packed (order key, id) of the token at a place in the order, int64 ``[R]``."""
+    """The packed (order key, id) of the token at a place in the order, int64 ``[R]``, on the CPU."""
     # keys: int32 [R, V], by id; place: int64 [R], packed (order key, place).
     key, before = packed_key(place), packed_id(place)
     ids = np.empty(keys.shape[0], np.int32)
@@ -222,9 +228,10 @@ def _unfilled(keys: Tensor, packed: Tensor, *_: object) -> Tensor:
 
 
 torch.library.define(
-    "compiled_sampler::cpu_search",
+    "compiled_sampler::search_in_order",
     "(Tensor keys, Tensor packed, Tensor is_open, Tensor row_mass, Tensor scale, Tensor top_k, Tensor top_p, "
     "int vocab_size, bool base_is_row) -> Tensor",
 )
-torch.library.impl("compiled_sampler::cpu_search", "cpu", _cpu_search)  # a custom_op imports Dynamo at its first call
-torch.library.register_fake("compiled_sampler::cpu_search", _unfilled)
+# a custom_op imports Dynamo at its first call
+torch.library.impl("compiled_sampler::search_in_order", ("cpu", "cuda"), _search_in_order)
+torch.library.register_fake("compiled_sampler::search_in_order", _unfilled)

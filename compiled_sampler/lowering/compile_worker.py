@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
 from compiled_sampler.lowering.inductor.compilation import import_compilers, set_up_triton
@@ -35,26 +34,23 @@ def main() -> None:
 
 
 def compiled(call: StageCall, path: Path | None) -> str:
-    """Why a stage is not at a path, after it was compiled; empty where it is, and for kernels that were launched."""
+    """Why a stage is not at a path, after it was compiled; empty where it is, and where Triton keeps it."""
     try:
         code = StageCode.of_call(call)
         if code.device.type == "cuda":
             torch.cuda.set_device(code.device)
-        if path is None:
             set_up_triton(code.device)
-            call.stage(*tree_map_only(torch.Tensor, torch.zeros_like, code.tensors), **call.static)
-            torch.cuda.synchronize(code.device)
-            return ""
         if code.path(EXACT_OPTIONS) != path:
             return (
                 "the process has settings of torch that processes it starts do not have, so that warmup() compiles it"
             )
         code.found_or_compiled(EXACT_OPTIONS)
         if code.device.type == "cuda":
+            torch.cuda.synchronize(code.device)
             torch.cuda.empty_cache()
     except Exception as error:
         return fault_of(error)
-    return "" if path.exists() else f"it cannot be kept in {path.parents[2]}"
+    return "" if path is None or path.exists() else f"it cannot be kept in {path.parents[2]}"
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.comparison import fault
 from compiled_sampler.lowering.compiling.compile_queue import HANGS, QUEUE, Settled, WantedStage
-from compiled_sampler.lowering.compiling.parallel_compile import BackgroundLaunches, Listing
+from compiled_sampler.lowering.compiling.parallel_compile import Listing
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, import_compilers, set_up_triton
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
@@ -36,7 +36,6 @@ COMPARISON_VARIABLE = "COMPILED_SAMPLER_KNOWN_ANSWERS"
 """The environment variable that is 1 where stages are compared with eager torch, also on a torch that is known."""
 
 _MOST_CALLS = 4096  # shapes of calls that are remembered
-_NOWHERE = torch.device("cpu")  # where nothing is launched
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ class CompiledStages:
     def __init__(self, options: Options | None = None) -> None:
         self._options = EXACT_OPTIONS if options is None else options  # others for tools alone
         self._wanted: dict[Any, WantedStage] = {}
-        self._launched: list[WantedStage] = []  # of hand-written kernels
         self._called: dict[Any, Callable[..., Any]] = {}
         self._due: set[Any] = set()  # keys of stages that are compiled and compared at their next call
         self._eager: dict[Stage, str] = {}
@@ -101,7 +99,7 @@ class CompiledStages:
         if self._runs_as_is(stage):
             if not self._is_set_up:
                 self._set_up(next(leaf for leaf in leaves(tensors) if leaf is not None).device)
-            return eagerly(stage, *tensors, **static)
+            return _in_torch(stage, **static)(*tensors)
         shapes = _shapes_of(stage, tensors, static)
         found = self._called.get(shapes)
         if found is None:
@@ -121,7 +119,7 @@ class CompiledStages:
     @property
     def are_settled(self) -> bool:
         """Whether no stage that was called or asked for waits for its compiled form."""
-        return not any(each.state == "queued" for each in (*self._launched, *[*self._wanted.values()]))
+        return not any(each.state == "queued" for each in [*self._wanted.values()])
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """What two chains return, the first from a second stream; a CUDA graph that records both lets them overlap."""
@@ -151,12 +149,11 @@ class CompiledStages:
         """Within, stages give zeros, in their shapes; at the end all that were ever called are compiled in parallel."""
         # Without waits they are asked for alone, before all others; progress is then called by a thread.
         self._set_up_compilers(device)
-        with BackgroundLaunches(device if waits else _NOWHERE) as background:
-            self._listing = listing = Listing(background)
-            try:
-                yield
-            finally:
-                self._listing = None
+        self._listing = listing = Listing()
+        try:
+            yield
+        finally:
+            self._listing = None
         if self.compares:  # on the tensors of their next call, which compiles them
             self._due = {key for key, wanted in self._wanted.items() if waits and wanted.compiled is None}
             self._called.clear()
@@ -173,9 +170,6 @@ class CompiledStages:
 
         asked = self._ask(missing, None if waits else settled, first=True)
         if not waits:
-            if device.type == "cuda":
-                self._launched = [WantedStage(call.portable()) for call in listing.launched.values()]
-                QUEUE.put(self._launched, device)
             return
         for code, wanted in zip(reversed(missing), reversed(asked), strict=True):  # processes begin with the longest
             if not QUEUE.withdraw(wanted):
@@ -206,11 +200,9 @@ class CompiledStages:
     def status(self) -> LoweringStatus:
         """Which torch compiles the stages, and which of them run in eager torch instead."""
         wanted = [*self._wanted.values()]
-        # of a hand-written kernel: why no process could compile it, so that its first launch does
-        every = (*self._launched, *wanted)
-        reasons = {each.name: each.reason for each in every if each.state == "eager" and each.reason}
+        reasons = {each.name: each.reason for each in wanted if each.state == "eager" and each.reason}
         reasons |= {stage.__name__: reason for stage, reason in self._eager.items()}
-        queued = Counter(each.name for each in (*self._launched, *wanted) if each.state == "queued")
+        queued = Counter(each.name for each in wanted if each.state == "queued")
         return LoweringStatus(str(torch.__version__), is_known(), reasons, queued, len(QUEUE.processes))
 
     def _warn(self, stage: Stage, reason: str) -> None:
@@ -229,12 +221,13 @@ class CompiledStages:
         )
 
     def _runs_as_is(self, stage: Stage) -> bool:
-        """Whether a stage is not compiled: it has kernels of its own, or its compiled code is not to be used."""
-        return stage in self._eager or tuning_of(stage).opaque
+        """Whether a stage is never compiled: it calls numpy, or its compiled code or its kernels are not to be used."""
+        tuning = tuning_of(stage)
+        return stage in self._eager or (tuning.opaque and tuning.in_torch is None)
 
     def _list(self, listing: Listing, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """Zeros in the shapes of what a stage returns; the call is kept, or launched in the background."""
-        made = listing.launch if self._runs_as_is(stage) else listing.add
+        """Zeros in the shapes of what a stage returns; the call of one that is compiled is kept."""
+        made = listing.zeros if self._runs_as_is(stage) else listing.add
         return made(_shapes_of(stage, tensors, static), stage, tensors, static)
 
     def _set_up(self, device: torch.device) -> None:
@@ -251,7 +244,7 @@ class CompiledStages:
         found: Callable[..., Any]
         if QUEUE.hangs:
             self._eager[code.stage] = HANGS
-            return functools.partial(eagerly, code.stage, **code.static)
+            return _in_torch(code.stage, **code.static)
         compiled = self._compiled(code)
         if compiled is None and (self.compiles_at_calls or code.key in self._due):
             found = self._compile(code)
@@ -278,10 +271,11 @@ class CompiledStages:
     def _eager_until_ready(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
         """A stage in eager torch, whose compiled code takes over when a thread has it."""
         stage, static, key, known = code.stage, code.static, code.key, self._wanted.get(code.key)
+        in_torch = _in_torch(stage, **static)
         if known is None:
             (known,) = self._ask([code])
         if known.state == "ready":  # for other numbers of rows; warmup() compiles such a stage again
-            return functools.partial(eagerly, stage, **static)
+            return in_torch
 
         def run(*tensors: Any) -> Any:
             wanted = self._wanted.get(key, known)  # a warm-up may have asked for it anew
@@ -295,7 +289,7 @@ class CompiledStages:
                 self._warn(stage, wanted.reason)
             code_of_device.check_not_capturing()
             self.num_uncompiled_calls += 1
-            return eagerly(stage, *tensors, **static)
+            return in_torch(*tensors)
 
         code_of_device = code._replace(tensors=())
         return run
@@ -343,10 +337,15 @@ class CompiledStages:
         if reason:
             self._eager[code.stage] = reason
             self._warn(code.stage, reason)
-            return functools.partial(eagerly, code.stage, **code.static)
+            return _in_torch(code.stage, **code.static)
         call = StageCall.of(code.stage, code.tensors, code.static).portable()
         self._wanted[code.key] = WantedStage(call, state="ready", compiled=made(), has_run=True)
         return made()
+
+
+def _in_torch(stage: Stage, **static: Any) -> Callable[..., Any]:
+    """A stage in eager torch; with kernels of its own, what stands in for these."""
+    return functools.partial(eagerly, tuning_of(stage).in_torch or stage, **static)
 
 
 def _shapes_of(stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, ...]:

@@ -18,8 +18,14 @@ from compiled_sampler.edits.history import History, RowHistory, row_history
 from compiled_sampler.edits.masks import masked
 from compiled_sampler.edits.penalties import write_penalties
 from compiled_sampler.edits.recording import record_drafts, record_draws, record_ends
-from compiled_sampler.exact.row_race import mass_before_winner
-from compiled_sampler.exact.threshold import block_masses, order_keys
+from compiled_sampler.exact.row_race import (
+    mass_before_winner,
+    race_and_weigh_in_torch,
+    race_beyond_candidates_in_torch,
+    race_rows_in_torch,
+    race_top_k_in_torch,
+)
+from compiled_sampler.exact.threshold import block_masses, order_keys, search_threshold_in_torch
 from compiled_sampler.passes.bounds import LEADERS, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.candidates import all_blocks, child_tokens
 from compiled_sampler.passes.cliff import above_cliff, drop_keys
@@ -55,6 +61,8 @@ _OF_TOKENS: dict[Stage, int] = {
     **dict.fromkeys((all_blocks, customized, customized_with_maxima, masked, masked_with_maxima), 0),
     **dict.fromkeys((order_maxima, race_bounds, race_masked_bounds, race_maxima, race_order), 0),
     **dict.fromkeys((block_masses, mass_before_winner, order_keys, count_of_key, weights_from_keys), 0),
+    **dict.fromkeys((race_and_weigh_in_torch, race_beyond_candidates_in_torch, race_rows_in_torch), 0),
+    **dict.fromkeys((race_top_k_in_torch, search_threshold_in_torch), 0),
     **dict.fromkeys((kept_in_blocks, law_in_blocks, law_keys_of_shard, law_sums_of_shard, tokens_before), 0),
     **dict.fromkeys((probabilities, probability_blocks, weight_blocks), 0),
     **dict.fromkeys((above_cliff, drop_keys, distance_sums, logit_ends, within_distance), 0),

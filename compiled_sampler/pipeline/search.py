@@ -18,8 +18,8 @@ from compiled_sampler.exact.threshold import (
     flag_exceeding_rows,
     order_keys,
     row_masses,
+    search_in_order,
     search_threshold,
-    search_threshold_on_cpu,
     threshold_from_candidates,
     threshold_without_candidates,
 )
@@ -208,7 +208,7 @@ def threshold_of(schedule: Schedule, logits: Tensor, search_inputs: SearchInputs
         return known.packed
 
     def searched_chunk(logits: Tensor, known: Threshold, rows: RowParams) -> Tensor:
-        return run(search_threshold_on_cpu, run(order_keys, logits, vocab_size=mode.vocab_size), known, rows, **base)
+        return run(search_in_order, run(order_keys, logits, vocab_size=mode.vocab_size), known, rows, **base)
 
     # A key of 8 bytes for each token, several times, also where stages are compiled.
     return in_chunks_of(schedule.eager_chunk_rows, searched_chunk, logits, known, search_inputs.rows)

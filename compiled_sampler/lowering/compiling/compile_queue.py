@@ -26,7 +26,7 @@ from weakref import WeakSet
 import torch
 
 from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
+from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, HandWritten, StageCode, fault_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, import_compilers
 from compiled_sampler.lowering.inductor.versions import LOCK
 from compiled_sampler.lowering.stages.stage_call import StageCall
@@ -173,9 +173,10 @@ class CompileQueue:
 
     def _found_or_compiled(self, wanted: WantedStage, process: CompileProcess) -> tuple[Compiled | None, str]:
         """A stage from disk, after a process has compiled it if need be, or why there is none."""
-        if tuning_of(wanted.call.stage).opaque:
+        if tuning_of(wanted.call.stage).in_torch is not None:
             self.processes.add(process)
-            return None, process.compile(wanted.call, None)
+            reason = process.compile(wanted.call, None)
+            return None if reason else HandWritten(wanted.call.stage, wanted.call.static), reason
         found, path = _loaded(wanted.call)
         if found is not None or path is None:
             return found, NOT_KEPT

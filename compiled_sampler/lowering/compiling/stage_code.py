@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.lowering.compiling.disk_cache import claimed, load, path_of, store
@@ -31,6 +32,24 @@ EXACT_OPTIONS: Options = {
     "score_fusion_memory_threshold": 1,  # else the outputs of one row, a few bytes each, become a kernel each
 }
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
+
+
+class HandWritten(NamedTuple):
+    """A stage with kernels of its own in the place of compiled code; Triton keeps them on disk."""
+
+    stage: Stage
+    static: dict[str, Any]
+
+    def __call__(self, *tensors: Any) -> Any:
+        """The stage's results."""
+        return self.stage(*tensors, **self.static)
+
+    def guard_check(self, *_: Any) -> bool:
+        """They serve every shape."""
+        return True
+
+    def disable_guard_check(self) -> None:
+        """There is none."""
 
 
 class StageCode(NamedTuple):
@@ -66,6 +85,11 @@ class StageCode(NamedTuple):
         return is_gpu(self.device)
 
     @property
+    def is_hand_written(self) -> bool:
+        """Whether it has kernels of its own."""
+        return tuning_of(self.stage).in_torch is not None
+
+    @property
     def scope(self) -> dict[str, Any]:
         """The names of the stage's module."""
         function: Any = self.stage
@@ -82,9 +106,9 @@ class StageCode(NamedTuple):
         return {**exact, **tuning_of(self.stage).options(self.hint, self._block, on_gpu=self.on_gpu)}
 
     def path(self, exact: Options) -> Path | None:
-        """Where the compiled stage is kept; None where it is not: edits of the user may use code of any kind."""
-        # Torch keeps such code itself, by a hash of the graph that was traced and of its constants.
-        if any(isinstance(each, CustomEdits) for each in self.static.values()):
+        """Where the compiled stage is kept; None where Triton keeps it, or torch: edits of a user may use any code."""
+        # Torch does so by a hash of the graph that was traced and of its constants.
+        if self.is_hand_written or any(isinstance(each, CustomEdits) for each in self.static.values()):
             return None
         return path_of(self.stage, self.device, self.options(exact), *self.key[1:], *table_layouts(self.tensors))
 
@@ -125,6 +149,9 @@ class StageCode(NamedTuple):
 
     def compiled(self, exact: Options) -> Compiled:
         """The stage compiled for such tensors."""
+        if self.is_hand_written:
+            self.stage(*tree_map_only(torch.Tensor, torch.zeros_like, self.tensors), **self.static)
+            return HandWritten(self.stage, self.static)
         tuning = tuning_of(self.stage)
         tensors = unshared(self.tensors, are_read=not is_known()) if tuning.writes else self.tensors
         with tuned_kernels(tuning, self.hint, self._block, on_gpu=self.on_gpu):

@@ -27,16 +27,21 @@ from compiled_sampler.exact.row_race import (
     draw_from_candidates_and_winners,
     draw_from_winners,
     race_and_weigh,
+    race_and_weigh_in_torch,
     race_beyond_candidates,
+    race_beyond_candidates_in_torch,
     race_rows,
+    race_rows_in_torch,
     race_top_k,
+    race_top_k_in_torch,
 )
 from compiled_sampler.exact.threshold import (
     block_masses,
     flag_exceeding_rows,
     row_masses,
+    search_in_order,
     search_threshold,
-    search_threshold_on_cpu,
+    search_threshold_in_torch,
     threshold_from_candidates,
     threshold_without_candidates,
 )
@@ -168,6 +173,8 @@ class StageTuning:
     """Whether the stage writes into tensors that it gets, which may share memory; otherwise it is pure."""
     opaque: bool = False
     """Whether Inductor does not see the stage: it launches hand-written kernels or calls numpy."""
+    in_torch: Stage | None = None
+    """Of a stage with hand-written kernels: what stands in for it until they are compiled."""
     num_kernels: int = 1
     """Kernels, one after the other, of an opaque stage on a GPU."""
 
@@ -325,13 +332,13 @@ TUNING: Mapping[Stage, StageTuning] = {
     row_masses: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
     threshold_from_candidates: StageTuning(tile=_TWO_ROWS, shared_by_row_classes=True),
     threshold_without_candidates: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, shared_by_row_classes=True),
-    search_threshold: StageTuning(opaque=True, num_kernels=3),
-    search_threshold_on_cpu: StageTuning(opaque=True),
+    search_threshold: StageTuning(opaque=True, in_torch=search_threshold_in_torch, num_kernels=3),
+    search_in_order: StageTuning(opaque=True),
     # exact/row_race.py
-    race_rows: StageTuning(opaque=True),
-    race_and_weigh: StageTuning(opaque=True),
-    race_beyond_candidates: StageTuning(opaque=True, num_kernels=4),
-    race_top_k: StageTuning(opaque=True, num_kernels=4),
+    race_rows: StageTuning(opaque=True, in_torch=race_rows_in_torch),
+    race_and_weigh: StageTuning(opaque=True, in_torch=race_and_weigh_in_torch),
+    race_beyond_candidates: StageTuning(opaque=True, in_torch=race_beyond_candidates_in_torch, num_kernels=4),
+    race_top_k: StageTuning(opaque=True, in_torch=race_top_k_in_torch, num_kernels=4),
     draw_from_winners: StageTuning(overlap_rows=ALWAYS),
     draw_from_candidates_and_winners: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, same_by_row_classes=True),
     # speculation/acceptance.py

@@ -23,7 +23,7 @@ from compiled_sampler.exact.row_race import (
     race_rows,
     recheck_winners,
 )
-from compiled_sampler.exact.threshold import Threshold, base_is_row_mask, search_threshold_on_cpu
+from compiled_sampler.exact.threshold import Threshold, base_is_row_mask, search_in_order
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
@@ -185,7 +185,7 @@ def test_rows_that_drop_their_winner_are_searched_and_hardly_others(vocab_size, 
     assert not (found.is_open & ~known.is_open).any()
     assert found.is_open[raced & drops].all()
     assert not found.is_open[raced & decided & ~drops].any()
-    assert calls[search_threshold_on_cpu][0][1] is found
+    assert calls[search_in_order][0][1] is found
     assert (raced & drops).any()
     assert (raced & ~found.is_open).any()
     assert (found.packed[known.is_open] == KEEP_ALL).all()
@@ -227,8 +227,8 @@ def test_stages_are_run_only_where_a_row_asks_for_them(generator):
         return {stage.__name__ for stage in drawn(full_mode(5000), inputs)[1]}
 
     assert "mass_before_winner" not in names(peaked, top_p=0.9)
-    assert names(flat, top_p=0.9999) & {"mass_before_winner", "search_threshold_on_cpu"} == {"mass_before_winner"}
-    assert {"mass_before_winner", "search_threshold_on_cpu"} < names(flat, top_k=70)
+    assert names(flat, top_p=0.9999) & {"mass_before_winner", "search_in_order"} == {"mass_before_winner"}
+    assert {"mass_before_winner", "search_in_order"} < names(flat, top_k=70)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,10 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.batch import DraftTable
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
+from compiled_sampler.exact import row_race
+from compiled_sampler.exact.row_race import race_top_k, race_top_k_in_torch
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
 from compiled_sampler.lowering.compiling import compile_processes, compile_queue, disk_cache
 from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
@@ -39,7 +43,9 @@ from compiled_sampler.lowering.compiling.compile_queue import (
 from compiled_sampler.lowering.compiling.disk_cache import claimed
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
+from compiled_sampler.lowering.stages.tuning import TUNING
 from compiled_sampler.passes.maxima import order_maxima
+from tests.builders.inputs import sample_inputs
 from tests.builders.sampler import V, nothing_compiles
 
 CPU = torch.device("cpu")
@@ -209,6 +215,77 @@ def test_what_cannot_be_kept_stays_eager_without_a_warning():
         assert torch.equal(stages(local, LOGITS), LOGITS + 1)
         assert settled(stages)
     assert stages.status().eager_stages == {"local": NOT_KEPT}
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each call of a stage whose kernels are written by hand, as they are on a GPU."""
+    found: list[int] = []
+
+    def launched(logits: Tensor, rows: RowParams, *, vocab_size: int) -> tuple[Tensor, Tensor]:
+        if type(logits) is not Tensor:  # asked for its shapes
+            return rows.top_k[:, None], rows.idle[:, None]
+        found.append(logits.shape[0])
+        return race_top_k_in_torch(logits, rows, vocab_size=vocab_size)
+
+    monkeypatch.setattr(row_race, "race_top_k", launched)
+    monkeypatch.setitem(TUNING, launched, TUNING[race_top_k])
+    return found
+
+
+def rows_to_race() -> RowParams:
+    inputs = sample_inputs(LOGITS, [SamplingParams(seed=seed, top_k=5 + 60 * seed) for seed in range(3)])
+    return gather_rows(RowSlots(inputs.table, inputs.slots, inputs.positions), stream=TARGET)
+
+
+def races_right(stages: CompiledStages) -> bool:
+    arguments, static = (LOGITS, rows_to_race()), {"vocab_size": 129}
+    found, wanted = stages(row_race.race_top_k, *arguments, **static), race_top_k_in_torch(*arguments, **static)
+    return all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("reason", ["", "it fails with RuntimeError: no C compiler"])
+def test_torch_stands_in_for_hand_written_kernels_until_a_process_has_compiled_them(launches, reason):
+    stages, may_end = CompiledStages(), threading.Event()
+
+    def compile_in_a_process(*_: object) -> str:
+        may_end.wait()
+        return reason
+
+    with mock.patch.object(CompileProcess, "compile", side_effect=compile_in_a_process):
+        assert races_right(stages)
+        assert stages.status().queued_stages == {"launched": 1}
+        may_end.set()
+        assert settled(stages)
+    assert not launches
+    if reason:
+        with pytest.warns(StageWarning, match="no C compiler"):
+            assert races_right(stages)
+    assert races_right(stages)
+    assert launches == ([] if reason else [3])
+    assert stages.status().eager_stages == ({"launched": reason} if reason else {})
+
+
+def test_a_warmup_launches_hand_written_kernels_which_no_process_compiled(launches, monkeypatch):
+    monkeypatch.setenv(PROCESSES_VARIABLE, "0")
+    stages = CompiledStages()
+    assert races_right(stages)
+    assert stages.status().eager_stages == {"launched": NO_PROCESS}
+    with stages.precompiling(CPU):
+        assert not stages(row_race.race_top_k, LOGITS, rows_to_race(), vocab_size=129)[0].any()
+    launches.clear()
+    assert races_right(stages)
+    assert launches == [3]
+    assert stages.status().eager_stages == {}
+
+
+def test_hand_written_kernels_that_do_not_compile_are_left_to_torch(launches, monkeypatch):
+    monkeypatch.setattr(StageCode, "compiled", mock.Mock(side_effect=RuntimeError("no C compiler")))
+    stages = CompiledStages()
+    with stages.compiling_at_calls(), pytest.warns(StageWarning, match="no C compiler"):
+        assert races_right(stages)
+    assert not launches
+    assert stages.status().eager_stages == {"launched": "it fails with RuntimeError: no C compiler"}
 
 
 def test_without_processes_stages_stay_eager(monkeypatch):
