@@ -8,13 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import pack
-from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.edits.masks import MaskedLogits
-from compiled_sampler.exact.threshold import order_keys
+from compiled_sampler.exact import row_race
+from compiled_sampler.exact.threshold import FlaggedRows, keep_all_threshold, order_keys, search_threshold_in_torch
 from compiled_sampler.lowering.comparison import difference, outcome
 from compiled_sampler.lowering.stages.stage_call import layout
 from compiled_sampler.lowering.stages.tuning import tuning_of
@@ -142,6 +144,18 @@ def run_other_stages() -> None:
     compared(shards.count_of_key, logits, maxima.keys[:, 0], **blocks)
     unnamed = maxima._replace(token_ids=None)
     compared(shards.winners_of_blocks, logits, unnamed, rows, None, None, **blocks, by_bits=True, start=0)
+    stand_in_for_kernels(logits, rows, row_max)
+
+
+def stand_in_for_kernels(logits: Tensor, rows: RowParams, row_max: Tensor) -> None:
+    """Stages of a GPU whose kernels are not there yet."""
+    vocab, base = {"vocab_size": V}, {"vocab_size": V, "base_is_row": True}
+    known = keep_all_threshold(rows, rows.live, rows.live)
+    compared(row_race.race_rows_in_torch, logits, rows.live, rows, row_max, None, **vocab)
+    compared(row_race.race_and_weigh_in_torch, logits, FlaggedRows(rows, row_max, rows.live), **vocab, block=32)
+    compared(row_race.race_beyond_candidates_in_torch, logits, known, rows, row_max, logits[:, :0], **base)
+    compared(row_race.race_top_k_in_torch, logits, rows, **vocab)
+    compared(search_threshold_in_torch, logits, known, row_max, rows, **base)
 
 
 def test_every_stage_in_chunks_has_the_bits_and_layouts_of_all_rows_at_once():

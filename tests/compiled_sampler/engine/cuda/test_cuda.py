@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.batch import tensors_of
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.compiling.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.sample import sample_step
 from graph_cache import CaptureError
@@ -82,6 +85,18 @@ def test_every_path_equals_eager_torch_on_the_cpu(reference, sampler, mode, rows
         assert same(path(batch, mode), wanted)
     other, places = arranged(batch, padding=rows // 2, seed=3)
     assert num_mismatches(wanted, direct(sampler)(other, mode), places) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rows", [1, 31, 5000])
+def test_before_a_warmup_no_kernel_of_triton_is_launched(reference, mode, rows, monkeypatch):
+    monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)  # as users have it
+    monkeypatch.setenv(PROCESSES_VARIABLE, "0")
+    monkeypatch.setattr(
+        pytest.importorskip("triton").JITFunction, "run", mock.Mock(side_effect=AssertionError("a kernel of Triton"))
+    )
+    batch = mixed(mode, rows)
+    assert same(direct(holding("cuda", "compiled"))(batch, mode), direct(reference)(batch, mode))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -243,9 +243,10 @@ def test_after_replays_a_request_is_flushed_before_a_capture(replayed):
         replayed.remove_request(slot)
 
 
-def test_without_a_wait_a_step_begins_in_eager_torch_and_is_replayed_once_its_stages_are_compiled():
+@pytest.mark.parametrize("top_k", [20, 100])  # 100 has kernels that are written by hand
+def test_without_a_wait_a_step_begins_in_eager_torch_and_is_replayed_once_its_stages_are_compiled(top_k):
     samplers = [Sampler(1009, 4, device, backend=backend) for device, backend in (("cuda", "graph"), ("cpu", "eager"))]
-    requests = SamplingParams(temperature=0.7, seed=1), SamplingParams(top_k=20, top_p=0.9, seed=2)
+    requests = SamplingParams(temperature=0.7, seed=1), SamplingParams(top_k=top_k, top_p=0.9, seed=2)
     sampler, other = samplers
     plans = [each.plan([each.add_request(params) for params in requests]) for each in samplers]
     sampler.warmup(modes=[plans[0].mode.name], wait=False)
