@@ -213,9 +213,9 @@ class CompiledStages:
         self._warned.add(kind)
         warnings.warn(
             f"stage {stage.__name__} runs in eager torch {torch.__version__}: compiled, {reason}. Tokens stay the "
-            "same, steps take longer. To compile stages takes a C++ compiler (CXX) and a cache directory that can be "
-            "written and executed from (TORCHINDUCTOR_CACHE_DIR); Sampler.statistics().lowering names all that are "
-            "eager",
+            "same, steps take longer. To compile stages takes a C++ compiler (CXX), on a GPU a C compiler (CC), and a "
+            "cache directory that can be written and executed from (TORCHINDUCTOR_CACHE_DIR); "
+            "Sampler.statistics().lowering names all that are eager",
             StageWarning,
             stacklevel=2,
         )
