@@ -10,6 +10,7 @@ the limits of top-k and top-p. Only the other rows need their threshold for a dr
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ from compiled_sampler.exact.threshold import (
     block_masses,
     has_triton_twin,
     keep_all_threshold,
+    search_threshold,
     search_threshold_in_torch,
     triton_operator,
 )
@@ -116,7 +118,7 @@ def race_rows_in_torch(
     *,
     vocab_size: int,
 ) -> Tensor:
-    """``race_rows`` without kernels of its own, for any device: each row is one part."""
+    """``race_rows`` without kernels of its own: each row is one part."""
     return _raced(logits, races, rows, row_max, None, vocab_size)
 
 
@@ -136,10 +138,10 @@ def race_and_weigh(logits: AnyLogits, flagged: FlaggedRows, *, vocab_size: int, 
 def race_and_weigh_in_torch(
     logits: AnyLogits, flagged: FlaggedRows, *, vocab_size: int, block: int
 ) -> tuple[Tensor, Tensor]:
-    """``race_and_weigh`` without kernels of its own: no row races before its threshold is known."""
+    """``race_and_weigh`` without kernels of its own: each row is one part, and races once its threshold is known."""
     rows, row_max, _ = flagged
     masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
-    return masses, masses.new_empty((masses.shape[0], 0))
+    return masses.sum(-1, keepdim=True), torch.full_like(rows.top_k, NO_WINNER)[:, None]
 
 
 def _parameters(rows: RowParams, row_max: Tensor | None) -> tuple[Any, ...]:
@@ -160,10 +162,9 @@ def race_beyond_candidates(
 ) -> Tensor:
     """The best packed (score key, id) of the rows that race, int64 ``[R, n]``; ``NO_WINNER`` elsewhere."""
     # The winner of a row is the largest of its n numbers; in rows that are searched all others are NO_WINNER.
-    # raced, int64 [R, n], are the winners of rows that raced before, by which kernels tell what to race; n is 0 where
-    # no kernel let them race.
+    # raced, int64 [R, n], are the winners of rows that raced before; read by kernels only.
     x = values_of(logits)
-    if has_triton_twin(x) and raced.shape[1]:
+    if has_triton_twin(x):
         which = (known.packed, known.is_open, known.beyond_candidates, known.row_mass)
         parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
         winners: Tensor = triton_operator("race_beyond_candidates")(
@@ -225,6 +226,16 @@ def race_top_k_in_torch(logits: AnyLogits, rows: RowParams, *, vocab_size: int) 
     row_max = key_float(largest_key(x))
     threshold = search_threshold_in_torch(x, known, row_max, rows, vocab_size=vocab_size, base_is_row=False)
     return _raced(x, known.beyond_candidates, rows, row_max, threshold, vocab_size), nan_bits_of(x)[:, None]
+
+
+IN_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {
+    race_and_weigh: race_and_weigh_in_torch,
+    race_beyond_candidates: race_beyond_candidates_in_torch,
+    race_rows: race_rows_in_torch,
+    race_top_k: race_top_k_in_torch,
+    search_threshold: search_threshold_in_torch,
+}
+"""Stages with hand-written kernels on a GPU, and what torch does in their place."""
 
 
 def draw_from_winners(winners: Tensor, nan_bits: Tensor, idle: Tensor) -> SampleOutputs:

@@ -27,8 +27,8 @@ from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageC
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, import_compilers, set_up_triton
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
 from compiled_sampler.lowering.stages.stage_call import StageCall, leaves, shape
-from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
-from compiled_sampler.pipeline.eager import eagerly
+from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written, tuning_of
+from compiled_sampler.pipeline.eager import without_kernels
 
 Progress = Callable[[int, int, str], object]
 
@@ -99,7 +99,7 @@ class CompiledStages:
         if self._runs_as_is(stage):
             if not self._is_set_up:
                 self._set_up(next(leaf for leaf in leaves(tensors) if leaf is not None).device)
-            return _in_torch(stage, **static)(*tensors)
+            return without_kernels(stage, *tensors, **static)
         shapes = _shapes_of(stage, tensors, static)
         found = self._called.get(shapes)
         if found is None:
@@ -222,8 +222,7 @@ class CompiledStages:
 
     def _runs_as_is(self, stage: Stage) -> bool:
         """Whether a stage is never compiled: it calls numpy, or its compiled code or its kernels are not to be used."""
-        tuning = tuning_of(stage)
-        return stage in self._eager or (tuning.opaque and tuning.in_torch is None)
+        return stage in self._eager or (tuning_of(stage).opaque and not is_hand_written(stage))
 
     def _list(self, listing: Listing, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
         """Zeros in the shapes of what a stage returns; the call of one that is compiled is kept."""
@@ -244,7 +243,7 @@ class CompiledStages:
         found: Callable[..., Any]
         if QUEUE.hangs:
             self._eager[code.stage] = HANGS
-            return _in_torch(code.stage, **code.static)
+            return functools.partial(without_kernels, code.stage, **code.static)
         compiled = self._compiled(code)
         if compiled is None and (self.compiles_at_calls or code.key in self._due):
             found = self._compile(code)
@@ -271,7 +270,7 @@ class CompiledStages:
     def _eager_until_ready(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
         """A stage in eager torch, whose compiled code takes over when a thread has it."""
         stage, static, key, known = code.stage, code.static, code.key, self._wanted.get(code.key)
-        in_torch = _in_torch(stage, **static)
+        in_torch = functools.partial(without_kernels, stage, **static)
         if known is None:
             (known,) = self._ask([code])
         if known.state == "ready":  # for other numbers of rows; warmup() compiles such a stage again
@@ -337,15 +336,10 @@ class CompiledStages:
         if reason:
             self._eager[code.stage] = reason
             self._warn(code.stage, reason)
-            return _in_torch(code.stage, **code.static)
+            return functools.partial(without_kernels, code.stage, **code.static)
         call = StageCall.of(code.stage, code.tensors, code.static).portable()
         self._wanted[code.key] = WantedStage(call, state="ready", compiled=made(), has_run=True)
         return made()
-
-
-def _in_torch(stage: Stage, **static: Any) -> Callable[..., Any]:
-    """A stage in eager torch; with kernels of its own, what stands in for these."""
-    return functools.partial(eagerly, tuning_of(stage).in_torch or stage, **static)
 
 
 def _shapes_of(stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, ...]:

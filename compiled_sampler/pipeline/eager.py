@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from compiled_sampler.core.stage import Run, fuses
 from compiled_sampler.edits.changes import EditedTokens, take_back
@@ -19,13 +21,18 @@ from compiled_sampler.edits.masks import masked
 from compiled_sampler.edits.penalties import write_penalties
 from compiled_sampler.edits.recording import record_drafts, record_draws, record_ends
 from compiled_sampler.exact.row_race import (
+    IN_TORCH,
+    NO_WINNER,
     mass_before_winner,
+    race_and_weigh,
     race_and_weigh_in_torch,
     race_beyond_candidates_in_torch,
+    race_rows,
     race_rows_in_torch,
     race_top_k_in_torch,
 )
 from compiled_sampler.exact.threshold import block_masses, order_keys, search_threshold_in_torch
+from compiled_sampler.exact.triton import num_parts
 from compiled_sampler.passes.bounds import LEADERS, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.candidates import all_blocks, child_tokens
 from compiled_sampler.passes.cliff import above_cliff, drop_keys
@@ -101,6 +108,24 @@ def eagerly(stage: Stage, /, *tensors: Any, **static: Any) -> Any:
     if stage is unfiltered_weights:
         whole = int(tensors[1] is not None)  # row_ids
     return in_chunks_of(most, lambda *rows: stage(*tensors[:whole], *rows, **static), *tensors[whole:])
+
+
+def without_kernels(stage: Stage, /, *tensors: Any, **static: Any) -> Any:
+    """``eagerly``, with torch in the place of hand-written kernels."""
+    results = eagerly(IN_TORCH.get(stage, stage), *tensors, **static)
+    # Stages that read winners and masses are compiled for as many parts of a row as kernels make.
+    if stage is race_rows:
+        return _in_parts(results, NO_WINNER, static["vocab_size"], weighs=False)
+    if stage is race_and_weigh:
+        pairs = zip(results, (0, NO_WINNER), strict=True)
+        return tuple(_in_parts(each, value, static["vocab_size"], weighs=True) for each, value in pairs)
+    return results
+
+
+def _in_parts(of_rows: Tensor, value: int, vocab_size: int, *, weighs: bool) -> Tensor:
+    """Numbers ``[R, parts]``: the first part of a row has its number ``[R, 1]``, the others a value."""
+    parts = num_parts(vocab_size, of_rows.shape[0], weighs=weighs)
+    return F.pad(of_rows, (0, parts - 1), value=value)
 
 
 def in_chunks_as(stage: Stage, run: Run, step: Callable[..., Any], *tensors: Any) -> Any:

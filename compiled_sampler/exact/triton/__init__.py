@@ -52,3 +52,8 @@ def part_tiles(vocab_size: int, num_rows: int, tile: int = TILE, *, weighs: bool
     rows = -(-num_rows // rows_of_program(num_rows, weighs))
     parts = next((count for count in _PARTS if count * rows <= _RACING), _PARTS[-1])
     return -(-vocab_size // (tile * parts))
+
+
+def num_parts(vocab_size: int, num_rows: int, *, weighs: bool) -> int:
+    """Parts of a row."""
+    return -(-vocab_size // (TILE * part_tiles(vocab_size, num_rows, weighs=weighs)))

@@ -30,7 +30,7 @@ from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, HandWr
 from compiled_sampler.lowering.inductor.compilation import Compiled, import_compilers
 from compiled_sampler.lowering.inductor.versions import LOCK
 from compiled_sampler.lowering.stages.stage_call import StageCall
-from compiled_sampler.lowering.stages.tuning import tuning_of
+from compiled_sampler.lowering.stages.tuning import is_hand_written
 from compiled_sampler.pipeline.schedule import is_gpu
 
 PROCESSES_VARIABLE = "COMPILED_SAMPLER_PROCESSES"
@@ -173,7 +173,7 @@ class CompileQueue:
 
     def _found_or_compiled(self, wanted: WantedStage, process: CompileProcess) -> tuple[Compiled | None, str]:
         """A stage from disk, after a process has compiled it if need be, or why there is none."""
-        if tuning_of(wanted.call.stage).in_torch is not None:
+        if is_hand_written(wanted.call.stage):
             self.processes.add(process)
             reason = process.compile(wanted.call, None)
             return None if reason else HandWritten(wanted.call.stage, wanted.call.static), reason

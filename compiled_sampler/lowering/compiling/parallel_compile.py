@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.inductor.compilation import fake_results
 from compiled_sampler.lowering.stages.stage_call import StageCall
-from compiled_sampler.lowering.stages.tuning import Stage
+from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written
 
 
 class Listing:
@@ -44,7 +44,9 @@ class Listing:
         for shapes, call in self._calls.items():
             code = StageCode.of_call(call)
             found.setdefault(code.key, (self._seconds[shapes], code))
-        return [code for _, code in sorted(found.values(), key=lambda each: (not each[1].is_hand_written, -each[0]))]
+        return [
+            code for _, code in sorted(found.values(), key=lambda each: (not is_hand_written(each[1].stage), -each[0]))
+        ]
 
 
 def zeros_like(results: Any) -> Any:

@@ -17,7 +17,7 @@ from compiled_sampler.lowering.inductor.compilation import Compiled, Options, co
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import LOCK, is_known
 from compiled_sampler.lowering.stages.stage_call import StageCall, is_far, layout, leaves, table_layouts, unshared
-from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
+from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written, tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
 
 EXACT_OPTIONS: Options = {
@@ -85,11 +85,6 @@ class StageCode(NamedTuple):
         return is_gpu(self.device)
 
     @property
-    def is_hand_written(self) -> bool:
-        """Whether it has kernels of its own."""
-        return tuning_of(self.stage).in_torch is not None
-
-    @property
     def scope(self) -> dict[str, Any]:
         """The names of the stage's module."""
         function: Any = self.stage
@@ -108,7 +103,7 @@ class StageCode(NamedTuple):
     def path(self, exact: Options) -> Path | None:
         """Where the compiled stage is kept; None where Triton keeps it, or torch: edits of a user may use any code."""
         # Torch does so by a hash of the graph that was traced and of its constants.
-        if self.is_hand_written or any(isinstance(each, CustomEdits) for each in self.static.values()):
+        if is_hand_written(self.stage) or any(isinstance(each, CustomEdits) for each in self.static.values()):
             return None
         return path_of(self.stage, self.device, self.options(exact), *self.key[1:], *table_layouts(self.tensors))
 
@@ -149,7 +144,7 @@ class StageCode(NamedTuple):
 
     def compiled(self, exact: Options) -> Compiled:
         """The stage compiled for such tensors."""
-        if self.is_hand_written:
+        if is_hand_written(self.stage):
             self.stage(*tree_map_only(torch.Tensor, torch.zeros_like, self.tensors), **self.static)
             return HandWritten(self.stage, self.static)
         tuning = tuning_of(self.stage)

@@ -24,16 +24,13 @@ from compiled_sampler.edits.min_tokens import without_stops
 from compiled_sampler.edits.penalties import write_penalties
 from compiled_sampler.edits.recording import cut_at_stop, record_drafts, record_draws, record_ends, with_finished
 from compiled_sampler.exact.row_race import (
+    IN_TORCH,
     draw_from_candidates_and_winners,
     draw_from_winners,
     race_and_weigh,
-    race_and_weigh_in_torch,
     race_beyond_candidates,
-    race_beyond_candidates_in_torch,
     race_rows,
-    race_rows_in_torch,
     race_top_k,
-    race_top_k_in_torch,
 )
 from compiled_sampler.exact.threshold import (
     block_masses,
@@ -41,7 +38,6 @@ from compiled_sampler.exact.threshold import (
     row_masses,
     search_in_order,
     search_threshold,
-    search_threshold_in_torch,
     threshold_from_candidates,
     threshold_without_candidates,
 )
@@ -173,8 +169,6 @@ class StageTuning:
     """Whether the stage writes into tensors that it gets, which may share memory; otherwise it is pure."""
     opaque: bool = False
     """Whether Inductor does not see the stage: it launches hand-written kernels or calls numpy."""
-    in_torch: Stage | None = None
-    """Of a stage with hand-written kernels: what stands in for it until they are compiled."""
     num_kernels: int = 1
     """Kernels, one after the other, of an opaque stage on a GPU."""
 
@@ -332,13 +326,13 @@ TUNING: Mapping[Stage, StageTuning] = {
     row_masses: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
     threshold_from_candidates: StageTuning(tile=_TWO_ROWS, shared_by_row_classes=True),
     threshold_without_candidates: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, shared_by_row_classes=True),
-    search_threshold: StageTuning(opaque=True, in_torch=search_threshold_in_torch, num_kernels=3),
+    search_threshold: StageTuning(opaque=True, num_kernels=3),
     search_in_order: StageTuning(opaque=True),
     # exact/row_race.py
-    race_rows: StageTuning(opaque=True, in_torch=race_rows_in_torch),
-    race_and_weigh: StageTuning(opaque=True, in_torch=race_and_weigh_in_torch),
-    race_beyond_candidates: StageTuning(opaque=True, in_torch=race_beyond_candidates_in_torch, num_kernels=4),
-    race_top_k: StageTuning(opaque=True, in_torch=race_top_k_in_torch, num_kernels=4),
+    race_rows: StageTuning(opaque=True),
+    race_and_weigh: StageTuning(opaque=True),
+    race_beyond_candidates: StageTuning(opaque=True, num_kernels=4),
+    race_top_k: StageTuning(opaque=True, num_kernels=4),
     draw_from_winners: StageTuning(overlap_rows=ALWAYS),
     draw_from_candidates_and_winners: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, same_by_row_classes=True),
     # speculation/acceptance.py
@@ -360,3 +354,8 @@ _LEFT_TO_INDUCTOR = StageTuning()
 def tuning_of(stage: Stage) -> StageTuning:
     """The declaration of a stage, or defaults that leave everything to Inductor."""
     return TUNING.get(stage, _LEFT_TO_INDUCTOR)
+
+
+def is_hand_written(stage: Stage) -> bool:
+    """Whether a stage has kernels of its own on a GPU, which torch stands in for until they are compiled."""
+    return stage in IN_TORCH

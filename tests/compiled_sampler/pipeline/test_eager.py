@@ -27,11 +27,12 @@ from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima, order_maxima
 from compiled_sampler.pipeline import chunks, eager
 from compiled_sampler.pipeline.chunks import leaves_by_row
-from compiled_sampler.pipeline.eager import eagerly
+from compiled_sampler.pipeline.eager import eagerly, without_kernels
 from examples.no_digits import NoDigits
 from tests.builders.custom_edits import WORDS, custom_sampler, given_to_all
 from tests.builders.edited_drafts import COUNTS, K, draft_batch
 from tests.builders.edits import EDITS, HISTORY, V
+from tests.builders.inputs import sample_inputs
 from tests.builders.masks import masked_inputs
 from tests.builders.trees import tree_batch
 
@@ -153,9 +154,26 @@ def stand_in_for_kernels(logits: Tensor, rows: RowParams, row_max: Tensor) -> No
     known = keep_all_threshold(rows, rows.live, rows.live)
     compared(row_race.race_rows_in_torch, logits, rows.live, rows, row_max, None, **vocab)
     compared(row_race.race_and_weigh_in_torch, logits, FlaggedRows(rows, row_max, rows.live), **vocab, block=32)
-    compared(row_race.race_beyond_candidates_in_torch, logits, known, rows, row_max, logits[:, :0], **base)
+    compared(row_race.race_beyond_candidates_in_torch, logits, known, rows, row_max, known.row_mass[:, None], **base)
     compared(row_race.race_top_k_in_torch, logits, rows, **vocab)
     compared(search_threshold_in_torch, logits, known, row_max, rows, **base)
+
+
+def test_what_stands_in_for_kernels_has_as_many_parts_of_a_row_as_they_have(monkeypatch):
+    logits = torch.randn(5, V)
+    inputs = sample_inputs(logits, [SamplingParams(seed=seed) for seed in range(5)])
+    rows = gather_rows(RowSlots(inputs.table, inputs.slots, inputs.positions), stream=TARGET)
+    monkeypatch.setattr(eager, "num_parts", lambda vocab_size, num_rows, *, weighs: num_rows + weighs)
+    monkeypatch.setattr(eager, "eager_rows", lambda **_: 2)
+    winners = without_kernels(row_race.race_rows, logits, rows.live, rows, logits.amax(-1), None, vocab_size=V)
+    flagged = FlaggedRows(rows, logits.amax(-1), rows.live)
+    masses, raced = without_kernels(row_race.race_and_weigh, logits, flagged, vocab_size=V, block=32)
+    wanted = row_race.race_and_weigh(logits, flagged, vocab_size=V, block=32)[0].sum(-1)
+    assert winners.shape == (5, 5)
+    assert torch.equal(winners.amax(-1), row_race.race_rows(logits, rows.live, rows, None, None, vocab_size=V)[:, 0])
+    assert torch.equal(masses, torch.nn.functional.pad(wanted[:, None], (0, 5)))
+    assert raced.shape == (5, 6)
+    assert (raced == row_race.NO_WINNER).all()
 
 
 def test_every_stage_in_chunks_has_the_bits_and_layouts_of_all_rows_at_once():

@@ -28,7 +28,7 @@ from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.exact import row_race
-from compiled_sampler.exact.row_race import race_top_k, race_top_k_in_torch
+from compiled_sampler.exact.row_race import IN_TORCH, race_top_k_in_torch
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
 from compiled_sampler.lowering.compiling import compile_processes, compile_queue, disk_cache
 from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
@@ -43,7 +43,6 @@ from compiled_sampler.lowering.compiling.compile_queue import (
 from compiled_sampler.lowering.compiling.disk_cache import claimed
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
-from compiled_sampler.lowering.stages.tuning import TUNING
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.inputs import sample_inputs
 from tests.builders.sampler import V, nothing_compiles
@@ -229,7 +228,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return race_top_k_in_torch(logits, rows, vocab_size=vocab_size)
 
     monkeypatch.setattr(row_race, "race_top_k", launched)
-    monkeypatch.setitem(TUNING, launched, TUNING[race_top_k])
+    monkeypatch.setitem(IN_TORCH, launched, race_top_k_in_torch)
     return found
 
 
