@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +32,7 @@ from compiled_sampler.core.filters import (
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.core.rows import RowParams, RowSlots
+from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, in_blocks
 from compiled_sampler.passes.candidates import largest, number
 from compiled_sampler.passes.maxima import kept_in_kernel, rows_of_blocks
@@ -164,11 +168,18 @@ def has_triton_twin(logits: Tensor) -> bool:
     return logits.is_cuda
 
 
+def triton_operators() -> ModuleType:
+    """The module of Triton operators, imported when a CUDA tensor needs it: CPU builds of torch have no Triton."""
+    name = "compiled_sampler.exact.triton.operators"
+    with nullcontext() if name in sys.modules else LOCK:
+        return importlib.import_module(name)
+
+
 @functools.cache
 def triton_operator(name: str) -> Callable[..., Any]:
-    """A Triton operator, imported when the first CUDA tensor needs it: CPU builds of torch have no Triton."""
+    """A Triton operator."""
     # It runs on the device of its first tensor; Triton itself would launch on the current device.
-    operator: Callable[..., Any] = getattr(importlib.import_module("compiled_sampler.exact.triton.operators"), name)
+    operator: Callable[..., Any] = getattr(triton_operators(), name)
 
     def on_its_device(first: Tensor, *arguments: Any) -> Any:
         with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]

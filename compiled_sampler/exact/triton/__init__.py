@@ -7,6 +7,11 @@ how a race cuts rows into parts.
 
 from __future__ import annotations
 
+import threading
+
+LOCK = threading.RLock()
+"""Held while what compiles in torch is imported or patched: of two threads that import it one finds it half imported."""
+
 LONGEST = 24576
 """Entries of a list; a bracket holds about ``_DEVIATIONS / sqrt(_SAMPLE)`` of a row at most, see ``operators.py``."""
 

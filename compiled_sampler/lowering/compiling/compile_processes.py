@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.inductor.compilation import assembler_of_triton
 from compiled_sampler.lowering.stages.stage_call import StageCall
@@ -42,7 +43,9 @@ class CompileProcess:
         try:
             if self._process is None or self._process.poll() is not None:
                 self.end()
-                self._process = _started(assembler_of_triton(StageCode.of_call(call).device))
+                with LOCK:
+                    environment = assembler_of_triton(StageCode.of_call(call).device)
+                self._process = _started(environment)
         except Exception as error:  # no such program, no memory for it, no working directory
             return f"no process can be started to compile it, {type(error).__name__}: {error}"
         assert self._process.stdin is not None

@@ -25,10 +25,11 @@ from weakref import WeakSet
 
 import torch
 
+from compiled_sampler.exact.threshold import triton_operators
+from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, HandWritten, StageCode, fault_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, import_compilers
-from compiled_sampler.lowering.inductor.versions import LOCK
 from compiled_sampler.lowering.stages.stage_call import StageCall
 from compiled_sampler.lowering.stages.tuning import is_hand_written
 from compiled_sampler.pipeline.schedule import is_gpu
@@ -176,7 +177,7 @@ class CompileQueue:
         if is_hand_written(wanted.call.stage):
             self.processes.add(process)
             reason = process.compile(wanted.call, None)
-            return None if reason else HandWritten(wanted.call.stage, wanted.call.static), reason
+            return None if reason else _launchable(wanted.call), reason
         found, path = _loaded(wanted.call)
         if found is not None or path is None:
             return found, NOT_KEPT
@@ -232,19 +233,34 @@ QUEUE = CompileQueue()
 atexit.register(QUEUE.end)
 
 
-def _loaded(call: StageCall) -> tuple[Compiled | None, Path | None]:
-    """What is on disk of the code of a call, and its place."""
+@contextmanager
+def _with_compilers() -> Iterator[None]:
+    """Within, what compiles is imported, and nobody else uses it."""
     with LOCK:
         before = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         try:
             import_compilers()
-            code = StageCode.of_call(call)
-            path = code.path(EXACT_OPTIONS)
-            with _beside_captures(code.device):
-                return code.found(path), path
+            yield
         finally:
             sys.setswitchinterval(before)
+
+
+def _loaded(call: StageCall) -> tuple[Compiled | None, Path | None]:
+    """What is on disk of the code of a call, and its place."""
+    with _with_compilers():
+        code = StageCode.of_call(call)
+        path = code.path(EXACT_OPTIONS)
+        with _beside_captures(code.device):
+            return code.found(path), path
+
+
+def _launchable(call: StageCall) -> HandWritten:
+    """A stage whose hand-written kernels Triton keeps; its next call imports nothing."""
+    if any(is_gpu(spec.device) for spec in call.specs):
+        with _with_compilers():
+            triton_operators()
+    return HandWritten(call.stage, call.static)
 
 
 @contextmanager

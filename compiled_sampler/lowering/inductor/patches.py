@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from compiled_sampler.lowering.inductor.versions import LOCK, is_known
+from compiled_sampler.exact.triton import LOCK
+from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.stages.tuning import StageTuning
 
 _CAST = "to_dtype_bitcast"

@@ -1,19 +1,15 @@
-"""The guard of Inductor's private parts: versions of torch on which they were checked; and the lock of all patches."""
+"""The guard of Inductor's private parts: versions of torch on which they were checked."""
 
 from __future__ import annotations
 
 import functools
 import re
-import threading
 import warnings
 
 import torch
 
 KNOWN_TORCH = (2, 11), (2, 15)
 """The first and the last minor version with which the tests of ``lowering`` passed."""
-
-LOCK = threading.RLock()
-"""Held while a private part of Inductor is patched: threads that compile wait for each other."""
 
 
 class UnknownTorchWarning(UserWarning):

@@ -27,8 +27,9 @@ from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
-from compiled_sampler.exact import row_race
+from compiled_sampler.exact import row_race, threshold
 from compiled_sampler.exact.row_race import IN_TORCH, race_top_k_in_torch
+from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
 from compiled_sampler.lowering.compiling import compile_processes, compile_queue, disk_cache
 from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
@@ -147,6 +148,19 @@ print({**lowering.eager_stages}, {**lowering.queued_stages})
 """
     ran = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", code], capture_output=True, text=True)
     assert ran.stdout.strip() == "{} {}", ran.stderr
+
+
+def test_a_draw_imports_its_kernels_after_a_thread_that_imports_the_compilers(monkeypatch):
+    imported = mock.Mock()
+    monkeypatch.setattr(threshold.importlib, "import_module", imported)
+    monkeypatch.delitem(sys.modules, "compiled_sampler.exact.triton.operators", raising=False)
+    draw = threading.Thread(target=threshold.triton_operators)
+    with LOCK:
+        draw.start()
+        draw.join(0.2)
+        assert not imported.called
+    draw.join()
+    imported.assert_called_once_with("compiled_sampler.exact.triton.operators")
 
 
 FAILURES: dict[str, tuple[Any, str, Any, str]] = {
