@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 
 LOCK = threading.RLock()
-"""Held while what compiles in torch is imported or patched: of two threads that import it one finds it half imported."""
+"""Held while what compiles in torch is imported or patched: two threads that import it find it half imported."""
 
 LONGEST = 24576
 """Entries of a list; a bracket holds about ``_DEVIATIONS / sqrt(_SAMPLE)`` of a row at most, see ``operators.py``."""
