@@ -1,7 +1,8 @@
 """Stages in eager torch in chunks of rows: the bits and the layouts of all rows at once, whatever else they read."""
 
+import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -9,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams
 from compiled_sampler.core.noise import TARGET
@@ -35,6 +38,7 @@ from tests.builders.edits import EDITS, HISTORY, V
 from tests.builders.inputs import sample_inputs
 from tests.builders.masks import masked_inputs
 from tests.builders.trees import tree_batch
+from tools.kernels.launches import for_a_gpu
 
 IN_CHUNKS = set[Any]()
 """Those that were run in chunks."""
@@ -193,3 +197,54 @@ def test_the_comparison_sees_rows_of_another_chunk():
         pytest.raises(AssertionError),
     ):
         run_other_stages()
+
+
+class Fresh(TorchDispatchMode):
+    """Counts tensors that are made with four bytes or more for each token of each row."""
+
+    def __init__(self, least_bytes: int) -> None:
+        super().__init__()
+        self._least, self.addresses = least_bytes, set[int]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The operation's results."""
+        results = function(*args, **(kwargs or {}))
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+        made = (each.untyped_storage() for each in tree_leaves(results) if isinstance(each, Tensor))
+        self.addresses |= {each.data_ptr() for each in made if each.nbytes() >= self._least} - given
+        return results
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_gpu", [False, True])
+def test_stages_that_are_not_cut_hold_no_number_for_each_token(is_gpu):
+    rows, vocab_size, heavy = 24, 5003, set[str]()
+    listed = {*eager._OF_TOKENS, *eager._OF_BLOCKS, *eager._OF_POSITIONS, child_tokens, unfiltered_weights}
+
+    def watched(stage: Any, /, *tensors: Any, **static: Any) -> Any:
+        stage = row_race.IN_TORCH.get(stage, stage)
+        with Fresh(4 * rows * vocab_size) as fresh:
+            results = stage(*tensors, **static)
+        returned = {leaf.untyped_storage().data_ptr() for leaf in leaves_by_row(results)}
+        if fresh.addresses - returned and stage not in listed:
+            heavy.add(stage.__name__)
+        return results
+
+    sampler = Sampler(vocab_size, rows, backend="eager", history_len=8)
+    positions, mask = torch.full((rows,), 3), torch.randint(-(2**31), 2**31 - 1, (rows, 157), dtype=torch.int32)
+    laws: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"min_p": 0.1}, {"top_k": 5}, {"top_k": 500}]
+    laws += [{"top_p": 0.9}, {"top_k": 900, "top_p": 0.95, "min_p": 0.01}]
+    asked = [Logprobs(top=5, rank=True, entropy=True, token_ids=(1, 2)), Logprobs(of="filtered", top=3), None]
+    with mock.patch.object(sampler._runner._executor, "_run", watched), for_a_gpu() if is_gpu else nullcontext():
+        for law in laws:
+            slots = [sampler.add_request(SamplingParams(seed=seed, **law)) for seed in range(rows)]
+            plan, logits = sampler.plan(slots), torch.randn(rows, vocab_size)
+            for logprobs, bitmask in itertools.product(asked, (mask, None)):
+                sampler.sample(plan, logits, positions, logprobs=logprobs, token_bitmask=bitmask)
+            sampler.probs(plan, logits, positions=positions)
+            drafted, drafts = sampler.plan(slots, num_drafts=[0] * rows), torch.zeros((rows, 1), dtype=torch.int64)
+            for rule in ("match", "rejection", "block"):
+                sampler.verify(drafted, logits, drafts, positions, rule)
+            for slot in slots:
+                sampler.remove_request(slot)
+    assert heavy == set()
