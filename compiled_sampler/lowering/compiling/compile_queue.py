@@ -45,6 +45,7 @@ _MOST, _FEWEST_CORES = 12, 8
 _BYTES_EACH = 2**31  # of free GPU memory: a process holds a context and tensors of one stage
 _IDLE_SECONDS = 10.0  # after which a thread and its process end
 _HEAD_START_SECONDS = 0.1  # for the first draw: then imports want the GIL
+_HEAD_START_ON_GPU = 1.0  # where it loads torch's kernels
 # of 5e-3: each operator of eager torch gives up the GIL, and waits so long for it; the slowest steps beside an import
 # take 85 ms instead of 320, of 27 alone
 _SWITCH_SECONDS = 1e-5
@@ -104,7 +105,7 @@ class CompileQueue:
         self._waiting: deque[WantedStage] = deque()
         self._taken: list[WantedStage] = []
         self._threads: set[threading.Thread] = set()
-        self._most_threads, self._built, self._is_over = 0, 0, False
+        self._most_threads, self._head_start, self._built, self._is_over = 0, 0.0, 0, False
         self._is_forked = False
 
     def put(self, stages: Sequence[WantedStage], device: torch.device, *, first: bool = False) -> None:
@@ -116,6 +117,7 @@ class CompileQueue:
             if number:
                 self._waiting.extendleft(reversed(stages)) if first else self._waiting.extend(stages)
                 self._most_threads = number
+                self._head_start = 0.0 if first else _HEAD_START_ON_GPU if is_gpu(device) else _HEAD_START_SECONDS
                 self._start_threads()
                 self.lock.notify_all()
 
@@ -151,7 +153,7 @@ class CompileQueue:
     def _serve(self) -> None:
         """Take one stage after the other, until none came for a while."""
         process = CompileProcess()
-        time.sleep(_HEAD_START_SECONDS)
+        time.sleep(self._head_start)
         try:
             while (wanted := self._next()) is not None:
                 try:
