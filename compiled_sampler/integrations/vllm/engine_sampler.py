@@ -15,9 +15,9 @@ from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.requests.uploads import sent
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.integrations.vllm import requests
-from compiled_sampler.integrations.vllm.engine_checks import LAWS
 from compiled_sampler.integrations.vllm.results import logprob_columns, with_endings
 from compiled_sampler.integrations.vllm.settings import Settings
+from compiled_sampler.integrations.vllm.versions import LAWS
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import Verification
 from compiled_sampler.params import SamplingParams
