@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
@@ -84,9 +85,17 @@ def seeded_assisted(
     with batch.steps(outputs.logits) as steps, model._optimize_model_for_decode():
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         draw_column(steps, text, record, outputs)
-        drawing = {"custom_generate": sample, "sampler_backend": sampler_backend}
-        drawing["vocab_size"] = steps.sampler.vocab_size
-        make = _maker(generation_config, assistant_model, drawing)
+        drawing = {
+            "custom_generate": sample,
+            "sampler_backend": sampler_backend,
+            "vocab_size": steps.sampler.vocab_size,
+        }
+
+        def make(seed: int | None) -> Make:
+            if assistant_model is None:
+                return functools.partial(_prompt_lookup, generation_config)
+            return functools.partial(_assistant, assistant_model, generation_config, {**drawing, "seeds": [seed]})
+
         passes = _Passes(model, forward, steps, text, record)
         passes.begin(batch, generation_config.max_length - input_ids.shape[1], make)
         while not text.is_finished:
@@ -157,12 +166,6 @@ def _candidates(token_ids: Tensor, proposals: list[list[int]], width: int) -> Te
     return torch.cat([token_ids, drafted], -1)
 
 
-def _maker(generation_config: Any, assistant_model: Any, drawing: dict[str, Any]) -> Callable[[int | None], Make]:
-    if assistant_model is None:
-        return lambda seed: prompt_lookup(generation_config)
-    return lambda seed: assistant(assistant_model, generation_config, {**drawing, "seeds": [seed]})
-
-
 def _check_assisted(generation_config: Any, assistant_model: Any, synced_gpus: bool, model_kwargs: Any) -> None:
     """Raise unless there are drafts to verify and a cache to keep them in."""
     if assistant_model is None and generation_config.prompt_lookup_num_tokens is None:
@@ -227,27 +230,19 @@ class Drafter:
         return torch.tensor([self._text], device=self._device)
 
 
-def prompt_lookup(generation_config: Any) -> Make:
+def _prompt_lookup(config: Any, input_ids: Tensor, most: int) -> Generator:
     """Candidates that followed the last tokens before, in the text itself."""
-
-    def made(input_ids: Tensor, most: int) -> Generator:
-        return PromptLookupCandidateGenerator(
-            eos_token_id=generation_config._eos_token_tensor,
-            num_output_tokens=generation_config.prompt_lookup_num_tokens,
-            max_matching_ngram_size=generation_config.max_matching_ngram_size or 2,
-            max_length=most,
-        )
-
-    return made
+    return PromptLookupCandidateGenerator(
+        eos_token_id=config._eos_token_tensor,
+        num_output_tokens=config.prompt_lookup_num_tokens,
+        max_matching_ngram_size=config.max_matching_ngram_size or 2,
+        max_length=most,
+    )
 
 
-def assistant(assistant_model: Any, generation_config: Any, drawing: dict[str, Any]) -> Make:
+def _assistant(model: Any, config: Any, drawing: dict[str, Any], input_ids: Tensor, most: int) -> Generator:
     """Candidates of a smaller model, drawn on the noise of the sequence, so it proposes what the target will draw."""
-
-    def made(input_ids: Tensor, most: int) -> Generator:
-        config = copy.copy(generation_config)
-        config.max_length = most
-        given = {"attention_mask": torch.ones_like(input_ids), **drawing}  # for ``generate`` of the assistant
-        return AssistedCandidateGenerator(input_ids, assistant_model, config, given)
-
-    return made
+    config = copy.copy(config)
+    config.max_length = most
+    given = {"attention_mask": torch.ones_like(input_ids), **drawing}  # for ``generate`` of the assistant
+    return AssistedCandidateGenerator(input_ids, model, config, given)
