@@ -60,8 +60,8 @@ class NewCopies:
     # Against ``copy_tensors`` into new tensors it saves 5 us of the host for two results and 10 for six (CPU tensors).
     # Sources lie on one device; those that copy_tensors would copy together take one launch.
 
-    def __init__(self, sources: Sequence[Tensor | None]) -> None:
-        self._sources = tuple(sources)
+    def __init__(self, sources: tuple[Tensor | None, ...]) -> None:
+        self.sources = sources
         given = [i for i, each in enumerate(sources) if each is not None]
         small = [i for i in given if _is_small(sources[i])]
         self._small = small if len(small) > 1 else []
@@ -73,12 +73,12 @@ class NewCopies:
 
     def __call__(self) -> list[Any]:
         """New tensors with what the sources hold now, on the current stream; None for None."""
-        made: list[Any] = [each if each is None else torch.empty_like(each) for each in self._sources]
+        made: list[Any] = [each if each is None else torch.empty_like(each) for each in self.sources]
         if self._small:
             into = [made[i] for i in self._small]
             torch._foreach_copy_(_words_of(into) if self._is_mixed else into, self._values, non_blocking=True)
         for i in self._single:
-            made[i].copy_(self._sources[i], non_blocking=True)
+            made[i].copy_(self.sources[i], non_blocking=True)
         return made
 
 
