@@ -73,7 +73,12 @@ def parameters(
     config.stop_strings = config.num_return_sequences = None  # are a criterion of generate, and rows of input_ids
     made = [SamplingParams.from_generation_config(config, prompt_len=length) for length in positions]
     given = _checked_seeds(seeds, len(positions))
-    return [_with_seed(each, seed) for each, seed in zip(made, given, strict=True)], LogitsProcessorList(others)
+    # Criteria of ``generate`` end sequences; here ``min_tokens`` alone needs stop tokens.
+    params = [
+        replace(each, seed=seed, stop_token_ids=each.stop_token_ids if each.min_tokens else ())
+        for each, seed in zip(made, given, strict=True)
+    ]
+    return params, LogitsProcessorList(others)
 
 
 def check_loop(model: Any, generation_config: Any, drafts_are_known: bool) -> None:
@@ -123,9 +128,3 @@ def sorted_processors(processors: Sequence[Any], names: Collection[str]) -> tupl
         seen.add(name)
         fields |= OWN[name](processor)
     return fields, others
-
-
-def _with_seed(params: SamplingParams, seed: int | None) -> SamplingParams:
-    """Parameters with a seed, and with stop tokens only for ``min_tokens``: criteria of ``generate`` end sequences."""
-    stops = params.stop_token_ids if params.min_tokens else ()
-    return replace(params, seed=seed, stop_token_ids=stops)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -178,14 +179,14 @@ class RunnerState:
         self._sampler: RunnerSampler | None = None
         self._checked: dict[str, CheckedRequest] = {}  # of the last batch, by id
         self._of_engine = unsupported_engine(runner)
-        self.counts: dict[str, int] = {"batches": 0, "stock_batches": 0}  # and "stock: reason"
+        self.counts = Counter(batches=0, stock_batches=0)  # and "stock: reason"
         if self._of_engine is not None and settings.on_unsupported == "error":
             raise RuntimeError(f"{self._of_engine}; or install(on_unsupported='stock') to draw by vLLM's own sampler")
 
     def draw(self, logits: Tensor, drafts: Any) -> SamplerOutput | None:
         """The tokens of a batch; None where vLLM's own sampler shall draw them."""
         if self._of_engine is not None:
-            self._count_stock(self._of_engine)
+            self.counts.update(["stock_batches", f"stock: {self._of_engine}"])
             return None
         sampler, batch = self._sampler_of(logits), self._runner.input_batch
         rows = sampler.requests.still(batch, self._runner.requests)
@@ -197,14 +198,14 @@ class RunnerState:
                 reason = next(filter(None, reasons), None)
                 if reason is not None:
                     sampler.requests.forget()
-                    self._count_stock(reason)
+                    self.counts.update(["stock_batches", f"stock: {reason}"])
                     return None
             rows = sampler.requests.of_batch(states, self._checked)
         if self._settings.on_unsupported == "error":
             # vLLM's generators draw nothing then, and its bookkeeping of a prompt's chunks fails with those of the CPU.
             batch.generators.clear()
         # What was not refused when it came, though it asks for what the sampler does not have, ends here, alone.
-        self._count("batches")
+        self.counts.update(["batches"])
         return sampler.draw(logits, drafts, rows)
 
     def warm_up(self, hidden_states: Tensor) -> None:
@@ -226,10 +227,3 @@ class RunnerState:
         has_tokens = state.prompt_token_ids is not None
         found = engine.checked(state.sampling_params, state.req_id, has_tokens=has_tokens)
         return CheckedRequest(state.sampling_params, *found)
-
-    def _count_stock(self, reason: str) -> None:
-        self._count("stock_batches", f"stock: {reason}")
-
-    def _count(self, *names: str) -> None:
-        for name in names:
-            self.counts[name] = self.counts.get(name, 0) + 1
