@@ -35,8 +35,9 @@ class InputBuffer:
         capacity *= spec.times
         self.spec = spec
         with torch.inference_mode(False):
-            made = torch.empty(capacity, *spec.shape, dtype=spec.dtype, device=device) if memory is None else memory
-            self.tensor = made.fill_(spec.fill)
+            if memory is None:
+                memory = torch.empty(capacity, *spec.shape, dtype=spec.dtype, device=device)
+            self.tensor = memory.fill_(spec.fill)
         self.is_ragged = spec.is_ragged
         self._layout, self._itemsize = (self.tensor.dtype, self.tensor.stride()), spec.dtype.itemsize
         self._is_lent = False  # whether the caller may write any row at any time
@@ -140,8 +141,9 @@ class OutputBuffers:
         self.kind: Any = type(results)
         self.layout = self.layout_of(results)
         with torch.inference_mode(False):
-            made = (each if each is None else each.new_empty((capacity, *each.shape[1:])).detach() for each in results)
-            self.tensors: Results = tuple(made)
+            self.tensors: Results = tuple(
+                None if field is None else field.new_empty((capacity, *field.shape[1:])).detach() for field in results
+            )
         self._first_rows: dict[int, NewCopies] = {}  # by their number: the views save a step 4 us, NewCopies as it says
 
     @staticmethod
@@ -230,11 +232,11 @@ class StaticTensors:
         layout = OutputBuffers.layout_of(results)
         covered = (self._registry.named(name) for name in registration.covers)
         for peer in (registration, *covered, *self._registry.covering(registration.name)):
-            known = self._outputs.get(peer.name)
-            if known is not None and known.layout != layout:
+            outputs = self._outputs.get(peer.name)
+            if outputs is not None and outputs.layout != layout:
                 raise TypeError(
                     f"{registration.name!r} must return what {peer.name!r} returns, got {layout} against "
-                    f"{known.layout}; return one NamedTuple type with the same tails and dtypes"
+                    f"{outputs.layout}; return one NamedTuple type with the same tails and dtypes"
                 )
         if registration.name not in self._outputs:
             same = (buffers for buffers in self._outputs.values() if buffers.layout == layout)

@@ -166,8 +166,8 @@ class GraphCache:
         planned = [
             key
             for size in reversed(sizes)
-            for each in chosen
-            for key in keys_of(each.name, each.inputs, bindings, outs.get(each.name), size)
+            for registration in chosen
+            for key in keys_of(registration.name, registration.inputs, bindings, outs.get(registration.name), size)
         ]
         self._capture([key for key in dict.fromkeys(planned) if key not in self._variants], progress)
 
@@ -184,7 +184,7 @@ class GraphCache:
         if not bucket or self._backend is None or self._is_capturing():
             return False
         bound, bound_out = self._in_place(name, tensors, out)
-        matched = {each: self._statics.bindings[each] for each in bound}
+        matched = {input_name: self._statics.bindings[input_name] for input_name in bound}
         key = keys_of(name, registration.inputs, matched, bound_out, bucket)[0]
         if key not in self._variants:
             self._capture([key])

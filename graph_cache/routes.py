@@ -175,7 +175,7 @@ class Routes:
         for candidate in (registration, *(() if batch.is_exact else self._registry.covering(name))):
             inputs = candidate.inputs
             # Bound inputs of the host say which rows are of requests: rows behind the batch might be live there.
-            certain = {bound: each for bound, each in matched.items() if bound in inputs and not inputs[bound].on_host}
+            certain = {key: binding for key, binding in matched.items() if key in inputs and not inputs[key].on_host}
             for size in self._ladder.at_least(rows):
                 here = matched if size == rows else certain
                 keys = keys_of(candidate.name, inputs, here, outs.get(candidate.name), size)
