@@ -121,18 +121,19 @@ class _Passes:
     def advance(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Draft, verify, and take what every sequence has; the arguments of the next pass."""
         alive = self._text.alive()
-        proposals = [each.propose() if goes_on else [] for each, goes_on in zip(self._drafters, alive, strict=True)]
+        drafters = zip(self._drafters, alive, strict=True)
+        proposals = [drafter.propose() if goes_on else [] for drafter, goes_on in drafters]
         width = max(map(len, proposals))
         candidates = _candidates(self._text.token_ids, proposals, width)
         outputs = self._forward(**self._inputs(candidates, width, model_kwargs), return_dict=True)
         raw = outputs.logits[:, -width - 1 :]
         logits = self._steps.prepared_columns(candidates, raw)
-        made, laws = self._steps.verified(logits, proposals, self._record.wants_scores)
-        emitted = made.tolist()
-        for row, each in enumerate(self._drafters):
+        verified, laws = self._steps.verified(logits, proposals, self._record.wants_scores)
+        emitted = verified.tolist()
+        for row, drafter in enumerate(self._drafters):
             if alive[row]:
-                each.learn(emitted[row], logits[row, : len(proposals[row]) + 1])
-        count = self._take(made.token_ids, [len(each) for each in emitted], raw, laws)
+                drafter.learn(emitted[row], logits[row, : len(proposals[row]) + 1])
+        count = self._take(verified.token_ids, [len(tokens) for tokens in emitted], raw, laws)
         cache_of(outputs).crop(count - width - 1)
         return dict(self._model._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=count))
 
@@ -150,8 +151,8 @@ class _Passes:
             self._record.add(logits=raw[:, column], **({"scores": laws[column]} if laws else {}))
             self._text.append(token_ids[:, column], self._record.scores)
             column += 1
-        for each in self._drafters:
-            each.take(column)
+        for drafter in self._drafters:
+            drafter.take(column)
         self._steps.positions = self._steps.positions + column
         return column
 
@@ -161,7 +162,7 @@ class _Passes:
 
 def _candidates(token_ids: Tensor, proposals: list[list[int]], width: int) -> Tensor:
     """The text with drafts behind it, int64 ``[B, T + width]``; token 0 stands where a sequence has fewer."""
-    padded = [[*each, *[0] * (width - len(each))] for each in proposals]
+    padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
     drafted = torch.tensor(padded, dtype=token_ids.dtype, device=token_ids.device).view(len(proposals), width)
     return torch.cat([token_ids, drafted], -1)
 
@@ -223,8 +224,8 @@ class Drafter:
         if self._generator is None:
             self._generator = self._make(self._ids(), self._most)
         # The embedding may not have an id that the target cannot draw.
-        found: list[int] = self._generator.get_candidates(self._ids())[0][0].tolist()
-        return list(takewhile(lambda token: token < self._vocab_size, found[len(self._text) :]))
+        ids: list[int] = self._generator.get_candidates(self._ids())[0][0].tolist()
+        return list(takewhile(lambda token: token < self._vocab_size, ids[len(self._text) :]))
 
     def _ids(self) -> Tensor:
         return torch.tensor([self._text], device=self._device)

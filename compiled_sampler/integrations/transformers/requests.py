@@ -15,17 +15,17 @@ from transformers.generation import logits_process
 from compiled_sampler.params import SamplingParams
 
 OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "TemperatureLogitsWarper": lambda each: {"temperature": each.temperature},
-    "TopKLogitsWarper": lambda each: {"top_k": each.top_k},
-    "TopPLogitsWarper": lambda each: {"top_p": each.top_p},
-    "MinPLogitsWarper": lambda each: {"min_p": each.min_p},
-    "RepetitionPenaltyLogitsProcessor": lambda each: {"repetition_penalty": each.penalty},
-    "NoBadWordsLogitsProcessor": lambda each: {"bad_words_ids": each.bad_word_ids},
-    "SequenceBiasLogitsProcessor": lambda each: {"sequence_bias": each.sequence_bias},
-    "SuppressTokensLogitsProcessor": lambda each: {"suppress_tokens": each.suppress_tokens.tolist()},
-    "MinLengthLogitsProcessor": lambda each: {"min_length": each.min_length},
-    "MinNewTokensLengthLogitsProcessor": lambda each: {"min_new_tokens": each.min_new_tokens},
-    "LogitNormalization": lambda each: {},
+    "TemperatureLogitsWarper": lambda processor: {"temperature": processor.temperature},
+    "TopKLogitsWarper": lambda processor: {"top_k": processor.top_k},
+    "TopPLogitsWarper": lambda processor: {"top_p": processor.top_p},
+    "MinPLogitsWarper": lambda processor: {"min_p": processor.min_p},
+    "RepetitionPenaltyLogitsProcessor": lambda processor: {"repetition_penalty": processor.penalty},
+    "NoBadWordsLogitsProcessor": lambda processor: {"bad_words_ids": processor.bad_word_ids},
+    "SequenceBiasLogitsProcessor": lambda processor: {"sequence_bias": processor.sequence_bias},
+    "SuppressTokensLogitsProcessor": lambda processor: {"suppress_tokens": processor.suppress_tokens.tolist()},
+    "MinLengthLogitsProcessor": lambda processor: {"min_length": processor.min_length},
+    "MinNewTokensLengthLogitsProcessor": lambda processor: {"min_new_tokens": processor.min_new_tokens},
+    "LogitNormalization": lambda processor: {},
 }
 """Processors whose work the sampler does, with the fields of a GenerationConfig that they stand for."""
 

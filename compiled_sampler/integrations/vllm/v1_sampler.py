@@ -67,7 +67,7 @@ class BatchRequests:
 
     def of_batch(self, states: Sequence[Any], checked: Mapping[str, CheckedRequest]) -> HeldBatch:
         """The rows of a batch, whose requests were checked; slots of others are freed."""
-        here = {each.req_id: each for each in states}
+        here = {state.req_id: state for state in states}
         for request_id, held in list(self._held.items()):
             state = here.get(request_id)
             if state is not held.state or state.num_prompt_tokens != held.prompt_len:  # an id may come for another one
@@ -85,10 +85,10 @@ class BatchRequests:
                 # that ends its request alone.
                 slot = -1 if own is None or reason else self._added(own, state)
                 self._held[request_id] = HeldRequest(slot, state, state.num_prompt_tokens)
-        slots = np.array([self._held[each.req_id].slot for each in states], dtype=np.int64)
+        slots = np.array([self._held[state.req_id].slot for state in states], dtype=np.int64)
         ends = {row: requests.ending_token(states[row].sampling_params) for row in np.flatnonzero(slots < 0).tolist()}
-        prompt_lens = np.array([each.num_prompt_tokens for each in states], np.int32)
-        self._last = HeldBatch([each.req_id for each in states], list(states), prompt_lens.tobytes(), slots, ends)
+        prompt_lens = np.array([state.num_prompt_tokens for state in states], np.int32)
+        self._last = HeldBatch([state.req_id for state in states], list(states), prompt_lens.tobytes(), slots, ends)
         return self._last
 
     def not_drawn(self, state: Any, checked: CheckedRequest) -> str | None:
@@ -192,9 +192,9 @@ class RunnerState:
         rows = sampler.requests.still(batch, self._runner.requests)
         if rows is None:
             states = [self._runner.requests[request_id] for request_id in batch.req_ids]
-            self._checked = {each.req_id: self._check(each, sampler.engine) for each in states}
+            self._checked = {state.req_id: self._check(state, sampler.engine) for state in states}
             if self._settings.on_unsupported == "stock":
-                reasons = (sampler.requests.not_drawn(each, self._checked[each.req_id]) for each in states)
+                reasons = (sampler.requests.not_drawn(state, self._checked[state.req_id]) for state in states)
                 reason = next(filter(None, reasons), None)
                 if reason is not None:
                     sampler.requests.forget()
@@ -225,5 +225,5 @@ class RunnerState:
         if known is not None and known.params is state.sampling_params:
             return known
         has_tokens = state.prompt_token_ids is not None
-        found = engine.checked(state.sampling_params, state.req_id, has_tokens=has_tokens)
-        return CheckedRequest(state.sampling_params, *found)
+        own_and_reason = engine.checked(state.sampling_params, state.req_id, has_tokens=has_tokens)
+        return CheckedRequest(state.sampling_params, *own_and_reason)

@@ -107,7 +107,7 @@ class SlotSampler(Sampler):  # type: ignore[misc]
         if reason is None:
             self._bring_added(logits)
             if self._refused and self._settings.on_unsupported == "stock":
-                reason = next((self._refused[each][0] for each in indices.tolist() if each in self._refused), None)
+                reason = next((self._refused[index][0] for index in indices.tolist() if index in self._refused), None)
                 if reason is not None:
                     self._let_go(indices)
         self.counts.update(["batches"] if reason is None else ["stock_batches", f"stock: {reason}"])
@@ -158,7 +158,7 @@ class SlotSampler(Sampler):  # type: ignore[misc]
         refused = None
         if self._refused:
             here = {row: self._refused.get(index) for row, index in enumerate(indices.tolist())}
-            refused = {row: found[1] for row, found in here.items() if found is not None}
+            refused = {row: refusal[1] for row, refusal in here.items() if refusal is not None}
         return engine.planned(slots, counts, refused)
 
     def output(

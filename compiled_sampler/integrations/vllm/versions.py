@@ -100,7 +100,7 @@ WATERMARK = "watermark_config must be None; seeded noise takes no other watermar
 
 def unsupported_engine(runner: Any) -> str | None:
     """The first thing that keeps a V1 runner, after its ``__init__``, from drawing here, in one line; else None."""
-    foreign = [type(each).__name__ for each in runner.input_batch.logitsprocs.all]
+    foreign = [type(processor).__name__ for processor in runner.input_batch.logitsprocs.all]
     return _unsupported(runner.vllm_config, [name for name in foreign if name not in BUILTIN_PROCESSORS])
 
 
@@ -113,7 +113,7 @@ def unsupported_v2(config: Any, custom_processors: Sequence[Any]) -> str | None:
         return "enable_batch_sharded_sampling must be False, got True; it gathers logprobs of another form"
     if config.model_config.enable_trace_replay:
         return "enable_trace_replay must be False, got True; its tokens are not drawn"
-    return _unsupported(config, [type(each).__name__ for each in custom_processors])
+    return _unsupported(config, [type(processor).__name__ for processor in custom_processors])
 
 
 def _unsupported(config: Any, foreign_processors: Sequence[str]) -> str | None:
