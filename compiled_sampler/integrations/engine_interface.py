@@ -126,7 +126,7 @@ def _returns(function: Any, wanted: str) -> bool:
 
 def _has_fields(record: Any, wanted: Names) -> bool:
     if dataclasses.is_dataclass(record):
-        return set(wanted) <= {each.name for each in dataclasses.fields(record)}
+        return set(wanted) <= {field.name for field in dataclasses.fields(record)}
     return set(wanted) <= set(getattr(record, "__struct_fields__", ()) or record._fields)
 
 

@@ -225,7 +225,7 @@ def chain_speculative_sampling(
             raise ValueError(f"{name} must have a row [V] for each request and place, got {list(given.shape)}")
     run, count = run_of("auto"), draft_token_ids.shape[0]
     seeds, positions = noise_of(seed, offset, generator, count, target_probs.device, run)
-    made = verify_from_probs(
+    verified = verify_from_probs(
         target_probs.flatten(0, 1),
         draft_token_ids,
         seeds=seeds,
@@ -233,9 +233,9 @@ def chain_speculative_sampling(
         rule="rejection",
         draft_probs=draft_probs.flatten(0, 1),
     )
-    accepted = _added(maybe_output_accepted_token_num, made.num_matching)
-    emitted = _added(maybe_output_emitted_draft_token_num, made.num_accepted)
-    return made.token_ids.to(draft_token_ids.dtype), accepted, emitted
+    accepted = _added(maybe_output_accepted_token_num, verified.num_matching)
+    emitted = _added(maybe_output_emitted_draft_token_num, verified.num_accepted)
+    return verified.token_ids.to(draft_token_ids.dtype), accepted, emitted
 
 
 def base_2_logits(probs: Tensor) -> Tensor:
@@ -291,8 +291,8 @@ def _of_probs(
     """The draws from rows of probabilities; ``cuts`` are arguments of ``functional.sample``."""
     probs, _ = checked_rows(probs, None, "probs")
     logits = run_of("auto")(base_2_logits, probs.to(torch.float32))
-    made = _drawn(logits, indices, generator, check_nan, seed, offset, temperature=_BASE_2, **cuts)
-    return made if return_valid else made[0]
+    drawn = _drawn(logits, indices, generator, check_nan, seed, offset, temperature=_BASE_2, **cuts)
+    return drawn if return_valid else drawn[0]
 
 
 def _drawn(

@@ -61,8 +61,8 @@ class SamplerPool:
         """A sampler of a form and the slots of requests in it, which are free again behind the block."""
         sampler, slots = self._taken(form), list[int]()
         try:
-            for each, prompt in zip(params, prompts, strict=True):
-                slots.append(sampler.add_request(each, prompt if set(each.edits) - {"stops"} else ()))
+            for request, prompt in zip(params, prompts, strict=True):
+                slots.append(sampler.add_request(request, prompt if set(request.edits) - {"stops"} else ()))
             yield sampler, slots
         finally:
             for slot in slots:

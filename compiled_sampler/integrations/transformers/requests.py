@@ -71,12 +71,11 @@ def parameters(
     for field, value in fields.items():
         setattr(config, field, value)
     config.stop_strings = config.num_return_sequences = None  # are a criterion of generate, and rows of input_ids
-    made = [SamplingParams.from_generation_config(config, prompt_len=length) for length in positions]
-    given = _checked_seeds(seeds, len(positions))
+    params = [SamplingParams.from_generation_config(config, prompt_len=length) for length in positions]
     # Criteria of ``generate`` end sequences; here ``min_tokens`` alone needs stop tokens.
     params = [
-        replace(each, seed=seed, stop_token_ids=each.stop_token_ids if each.min_tokens else ())
-        for each, seed in zip(made, given, strict=True)
+        replace(request, seed=seed, stop_token_ids=request.stop_token_ids if request.min_tokens else ())
+        for request, seed in zip(params, _checked_seeds(seeds, len(positions)), strict=True)
     ]
     return params, LogitsProcessorList(others)
 
@@ -94,8 +93,8 @@ def check_loop(model: Any, generation_config: Any, drafts_are_known: bool) -> No
 
 def check_prompts(params: Sequence[SamplingParams], prompts: Sequence[list[int]], positions: Sequence[int]) -> None:
     """Raise where an edit reads a prompt that is not all in ``input_ids``: of embeddings, or begun in a cache alone."""
-    for each, prompt, position in zip(params, prompts, positions, strict=True):
-        needed = set(each.edits) & {"penalties", "bad_words"}
+    for request, prompt, position in zip(params, prompts, positions, strict=True):
+        needed = set(request.edits) & {"penalties", "bad_words"}
         if needed and len(prompt) != position:
             raise ValueError(
                 f"input_ids must hold the whole prompt for {' and '.join(sorted(needed))}, got {len(prompt)} of "
