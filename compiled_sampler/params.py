@@ -227,7 +227,7 @@ class SamplingParams:
 
 
 _LAW_FIELDS = ("temperature", "top_k", "top_p", "min_p", "seed")
-_EDIT_FIELDS = tuple(each for each in fields(SamplingParams) if each.name not in _LAW_FIELDS)
+_EDIT_FIELDS = tuple(field for field in fields(SamplingParams) if field.name not in _LAW_FIELDS)
 """The other parameters, which edit logits, filter whole rows or end the request."""
-_EDIT_NAMES, _EDIT_DEFAULTS = zip(*((each.name, each.default) for each in _EDIT_FIELDS), strict=True)
+_EDIT_NAMES, _EDIT_DEFAULTS = zip(*((field.name, field.default) for field in _EDIT_FIELDS), strict=True)
 _edit_values = attrgetter(*_EDIT_NAMES)

@@ -123,23 +123,23 @@ def generation_config_fields(config: Any, prompt_len: int | None = None) -> dict
 
 def _ids(value: Any) -> tuple[Any, ...]:
     """One token id, or several in a sequence or a tensor, as a tuple."""
-    found = value.tolist() if hasattr(value, "tolist") else value
-    return tuple(found) if isinstance(found, Iterable) and not isinstance(found, str) else (found,)
+    ids = value.tolist() if hasattr(value, "tolist") else value
+    return tuple(ids) if isinstance(ids, Iterable) and not isinstance(ids, str) else (ids,)
 
 
 def _biases(config: Any) -> dict[Any, float]:
     """``sequence_bias`` of single tokens, and -inf for ``suppress_tokens``."""
     given = value_of(config, "sequence_bias", {})
     pairs = given.items() if isinstance(given, Mapping) else given
-    made = {}
+    biases = {}
     for sequence, bias in pairs:
         if len(sequence) != 1:
             raise ValueError(
                 f"sequence_bias must be of single tokens, got {tuple(sequence)}; pass SequenceBiasLogitsProcessor in "
                 "logits_processor to run it before"
             )
-        made[sequence[0]] = float(bias)
-    return {**made, **dict.fromkeys(_ids(value_of(config, "suppress_tokens", ())), -math.inf)}
+        biases[sequence[0]] = float(bias)
+    return {**biases, **dict.fromkeys(_ids(value_of(config, "suppress_tokens", ())), -math.inf)}
 
 
 def _min_tokens(config: Any, prompt_len: int | None) -> Any:
@@ -245,9 +245,9 @@ def _check_tools(tools: object) -> None:
 
 def _stops(stop: object) -> list[object]:
     stops: list[object] = [stop] if isinstance(stop, str | Integral) else _sequence("stop", stop)
-    if any(isinstance(each, str) for each in stops):
+    if any(isinstance(stop_id, str) for stop_id in stops):
         raise ValueError(f"stop must be token ids, got {stop!r}; the engine must look for text, a sampler sees none")
-    if any(isinstance(each, bool) or not isinstance(each, Integral) for each in stops):
+    if any(isinstance(stop_id, bool) or not isinstance(stop_id, Integral) for stop_id in stops):
         raise TypeError(f"stop must be token ids, got {stop!r}; an int or [id, ...]")
     return stops
 
@@ -284,7 +284,7 @@ def check_neutral(holder: Any, name: str, values: tuple[object, ...], way_out: s
     """Raise unless a field has one of the values that ask for nothing; a list counts as a tuple."""
     value = value_of(holder, name, None)
     if value is not None and value not in values and (tuple(value) if isinstance(value, list) else value) not in values:
-        meant = " or ".join(repr(each) for each in values if each != ()) or "None"
+        meant = " or ".join(repr(neutral) for neutral in values if neutral != ()) or "None"
         raise ValueError(f"{name} must be {meant} here, got {value!r}; {way_out}")
 
 
@@ -297,5 +297,5 @@ def check_known(names: Iterable[str], holder: Any, known: Collection[str], way_o
 
 def value_of(holder: Any, name: str, default: Any) -> Any:
     """A field of an object or a mapping; the default where it is missing or None."""
-    found = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
-    return default if found is None else found
+    value = holder.get(name) if isinstance(holder, Mapping) else getattr(holder, name, None)
+    return default if value is None else value

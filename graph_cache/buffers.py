@@ -35,8 +35,9 @@ class InputBuffer:
         capacity *= spec.times
         self.spec = spec
         with torch.inference_mode(False):
-            made = torch.empty(capacity, *spec.shape, dtype=spec.dtype, device=device) if memory is None else memory
-            self.tensor = made.fill_(spec.fill)
+            if memory is None:
+                memory = torch.empty(capacity, *spec.shape, dtype=spec.dtype, device=device)
+            self.tensor = memory.fill_(spec.fill)
         self.is_ragged = spec.is_ragged
         self._layout, self._itemsize = (self.tensor.dtype, self.tensor.stride()), spec.dtype.itemsize
         self._is_lent = False  # whether the caller may write any row at any time
@@ -93,7 +94,8 @@ class HostInput(InputBuffer):
         self._here = mirror.here[self._start : self._start + end].data.cast("B")
         self._fills = np.full(capacity, int(spec.fill), np.int64).tobytes()
         self._here[:] = self._fills  # an upload of other words may bring these too
-        self._held: bytes | None = None  # what the first rows hold; None for what did not come from the host
+        # What the first rows hold, which saves the upload of the same again; None for what did not come from the host.
+        self._held: bytes | None = None
         self._filled = 0  # rows behind them hold the fill up to this one
 
     def hold(self, numbers: bytes, rows: int, bucket: int) -> None:
@@ -139,10 +141,10 @@ class OutputBuffers:
         self.kind: Any = type(results)
         self.layout = self.layout_of(results)
         with torch.inference_mode(False):
-            made = (each if each is None else each.new_empty((capacity, *each.shape[1:])).detach() for each in results)
-            self.tensors: Results = tuple(made)
-        self._views: dict[int, Results] = {}
-        self._copies: dict[int, NewCopies] = {}
+            self.tensors: Results = tuple(
+                None if field is None else field.new_empty((capacity, *field.shape[1:])).detach() for field in results
+            )
+        self._first_rows: dict[int, NewCopies] = {}  # by their number: the views save a step 4 us, NewCopies as it says
 
     @staticmethod
     def layout_of(results: Results) -> tuple[object, ...]:
@@ -151,21 +153,21 @@ class OutputBuffers:
         return (type(results), *fields)
 
     def rows(self, rows: int) -> Results:
-        """The NamedTuple of views ``[rows, *T]``, kept for later calls."""
-        views = self._views.get(rows)
-        if views is None:
-            with torch.inference_mode(False):
-                made = (each if each is None else each[:rows] for each in self.tensors)
-                views = self._views[rows] = self.kind(*made)
-        return views
+        """The NamedTuple of views ``[rows, *T]``."""
+        return self._of_first(rows).sources
 
     def copied(self, rows: int) -> Results:
         """A NamedTuple of new tensors ``[rows, *T]`` with what the first rows hold."""
-        copies = self._copies.get(rows)
+        results: Results = self.kind(*self._of_first(rows)())
+        return results
+
+    def _of_first(self, rows: int) -> NewCopies:
+        copies = self._first_rows.get(rows)
         if copies is None:
-            copies = self._copies[rows] = NewCopies(self.rows(rows))
-        made: Results = self.kind(*copies())
-        return made
+            with torch.inference_mode(False):
+                views = self.kind(*(None if field is None else field[:rows] for field in self.tensors))
+            copies = self._first_rows[rows] = NewCopies(views)
+        return copies
 
 
 class StaticTensors:
@@ -230,11 +232,11 @@ class StaticTensors:
         layout = OutputBuffers.layout_of(results)
         covered = (self._registry.named(name) for name in registration.covers)
         for peer in (registration, *covered, *self._registry.covering(registration.name)):
-            known = self._outputs.get(peer.name)
-            if known is not None and known.layout != layout:
+            outputs = self._outputs.get(peer.name)
+            if outputs is not None and outputs.layout != layout:
                 raise TypeError(
                     f"{registration.name!r} must return what {peer.name!r} returns, got {layout} against "
-                    f"{known.layout}; return one NamedTuple type with the same tails and dtypes"
+                    f"{outputs.layout}; return one NamedTuple type with the same tails and dtypes"
                 )
         if registration.name not in self._outputs:
             same = (buffers for buffers in self._outputs.values() if buffers.layout == layout)

@@ -61,6 +61,7 @@ class GraphCache:
         self.bound_inputs: Mapping[str, Tensor] = self._statics.bound
         self.bound_outs: Mapping[str, Results] = self._statics.bound_outs
         self._routes = Routes(self._registry, self.ladder, self._variants, device, mirror)
+        self._captures = self._evictions = 0  # since the counts were reset
 
     def register(
         self, name: str, fn: Callable[..., Any], inputs: Inputs, *, covers: Sequence[str] = (), most_copied: float = inf
@@ -165,8 +166,8 @@ class GraphCache:
         planned = [
             key
             for size in reversed(sizes)
-            for each in chosen
-            for key in keys_of(each.name, each.inputs, bindings, outs.get(each.name), size)
+            for registration in chosen
+            for key in keys_of(registration.name, registration.inputs, bindings, outs.get(registration.name), size)
         ]
         self._capture([key for key in dict.fromkeys(planned) if key not in self._variants], progress)
 
@@ -183,7 +184,7 @@ class GraphCache:
         if not bucket or self._backend is None or self._is_capturing():
             return False
         bound, bound_out = self._in_place(name, tensors, out)
-        matched = {each: self._statics.bindings[each] for each in bound}
+        matched = {input_name: self._statics.bindings[input_name] for input_name in bound}
         key = keys_of(name, registration.inputs, matched, bound_out, bucket)[0]
         if key not in self._variants:
             self._capture([key])
@@ -194,7 +195,7 @@ class GraphCache:
         assert self._backend is not None
         for done, key in enumerate(keys, start=1):
             self._variants[key] = capture_variant(key, self._registry.named(key.name), self._statics, self._backend)
-            self._routes.counters.captures += 1
+            self._captures += 1
             self._routes.forget()
             if progress is not None:
                 progress(done, len(keys), str(key))
@@ -295,7 +296,7 @@ class GraphCache:
             del self._variants[key]
         if self._backend is not None and not self._variants:
             self._backend.reset()  # the memory of all captures goes with the last one
-        self._routes.counters.evictions += len(leaving)
+        self._evictions += len(leaving)
         return len(leaving)
 
     def prepared(self) -> list[VariantKey]:
@@ -304,13 +305,14 @@ class GraphCache:
 
     def statistics(self) -> CacheStatistics:
         """The counts since the last reset, and the variants and bytes held now."""
-        counts, backend = self._routes.counted(), self._backend
+        counts, backend = self._routes, self._backend
+        counts.collect_counts()
         return CacheStatistics(
             variants=len(self._variants),
-            captures=counts.captures,
+            captures=self._captures,
             replays=counts.replays,
             direct_runs=counts.direct_runs,
-            evictions=counts.evictions,
+            evictions=self._evictions,
             fallbacks=dict(counts.fallbacks),
             coverage=dict(counts.coverage),
             pool_bytes=0 if backend is None else backend.pool_bytes(),
@@ -319,7 +321,8 @@ class GraphCache:
 
     def reset_statistics(self) -> None:
         """Set every count to zero; variants and buffers stay."""
-        self._routes.reset_counters()
+        self._captures = self._evictions = 0
+        self._routes.reset_counts()
 
     def _is_capturing(self) -> bool:
         """Whether the current stream is being captured by somebody else."""

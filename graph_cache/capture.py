@@ -77,7 +77,7 @@ class CudaBackend:
         if not self._anchors:
             return 0
         snapshot: Any = torch.cuda.memory_snapshot  # untyped in torch
-        return sum(each["total_size"] for each in snapshot() if tuple(each["segment_pool_id"]) in self._anchors)
+        return sum(part["total_size"] for part in snapshot() if tuple(part["segment_pool_id"]) in self._anchors)
 
     def reset(self) -> None:
         """Release the pools; the next capture makes a new one."""

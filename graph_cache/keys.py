@@ -125,7 +125,7 @@ class VariantKey:
 
     def __str__(self) -> str:
         """``greedy[4]``, or ``greedy[4] bound to logits, out``."""
-        names = [each.input_name for each in self.binding or ()] + [OUT] * (self.out is not None)
+        names = [binding.input_name for binding in self.binding or ()] + [OUT] * (self.out is not None)
         label = f"{self.name}[{self.rows}]"
         return f"{label} bound to {', '.join(names)}" if names else label
 
@@ -140,6 +140,6 @@ def keys_of(
     usable = tuple(binding for binding, spec in bound if binding.shape[0] >= bucket * spec.times) or None
     if out is not None and any(place is not None and place.shape[0] < bucket for place in out):
         out = None
-    long = tuple(each for each in usable or () if math.prod(inputs[each.input_name].shape) > _FEW) or None
+    long = tuple(place for place in usable or () if math.prod(inputs[place.input_name].shape) > _FEW) or None
     keys = VariantKey(name, bucket, usable, out), VariantKey(name, bucket, usable), VariantKey(name, bucket, long)
     return list(dict.fromkeys(keys))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import lt
 from typing import Any
 
 import torch
@@ -110,7 +111,15 @@ class Registry:
             raise ValueError(f"a name must be registered once, got {name!r} again; choose another")
         for covered in covers:
             self.named(covered)
-        _check_specs(name, inputs, self._specs)
+        if all(spec.is_ragged for spec in inputs.values()):
+            shown = ", ".join(f"{key!r} times {spec.times}" for key, spec in inputs.items()) or "none"
+            raise ValueError(f"{name!r} must have an input that is not ragged, got {shown}; its rows are the batch's")
+        for key, spec in inputs.items():
+            if self._specs.get(key, spec) != spec:
+                raise ValueError(
+                    f"input {key!r} must have one layout for all callables, got {spec} for {name!r} and "
+                    f"{self._specs[key]} before; give it another name"
+                )
         self._specs.update(inputs)
         self._callables[name] = Registration(name, fn, dict(inputs), tuple(covers), most_copied)
 
@@ -159,19 +168,6 @@ def check_results(results: object, rows: int, device: torch.device) -> None:
             )
 
 
-def _check_specs(name: str, inputs: Mapping[str, BufferSpec], known: Mapping[str, BufferSpec]) -> None:
-    """Raise ValueError unless some input has the batch's rows and no input was registered with another layout."""
-    if all(spec.is_ragged for spec in inputs.values()):
-        shown = ", ".join(f"{key!r} times {spec.times}" for key, spec in inputs.items()) or "none"
-        raise ValueError(f"{name!r} must have an input that is not ragged, got {shown}; its rows are the batch's")
-    for key, spec in inputs.items():
-        if known.get(key, spec) != spec:
-            raise ValueError(
-                f"input {key!r} must have one layout for all callables, got {spec} for {name!r} and {known[key]} "
-                "before; give it another name"
-            )
-
-
 def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.device) -> None:
     """Raise unless ``tensor`` fits the layout of an input: ``[any, >= tail...]``, a dtype, the device."""
     if not isinstance(tensor, Tensor):
@@ -182,16 +178,9 @@ def check_tensor(name: str, tensor: Tensor, spec: BufferSpec, device: torch.devi
         raise TypeError(f"input {name!r} must be {wanted}, got {tensor.dtype}; convert it with .to({spec.dtype})")
     if tensor.device != device:
         raise ValueError(f"input {name!r} must be on {device}, got {tensor.device}; move it before the run")
-    if not _holds_tail(tensor, spec.shape):
+    if tensor.dim() != 1 + len(spec.shape) or any(map(lt, tensor.shape[1:], spec.shape)):
         wanted = ", ".join(["rows", *(f">={size}" for size in spec.shape)])
         raise ValueError(f"input {name!r} must have shape [{wanted}], got {list(tensor.shape)}; register it as it is")
-
-
-def _holds_tail(tensor: Tensor, tail: tuple[int, ...]) -> bool:
-    shape = tensor.shape
-    if len(shape) != len(tail) + 1:
-        return False
-    return not tail or all(have >= want for have, want in zip(shape[1:], tail, strict=True))
 
 
 def checked_rows(

@@ -224,8 +224,8 @@ class Ours:
         sampler = self._sampler(logits.dtype)
         with holding(sampler, params, seeds) as slots:
             plan, x, places = sampler.plan(slots), logits.to(self.device), positions.to(self.device)
-            made = by_compiled_stages(sampler, lambda: sampler.draft(plan, x, places, rule == "match", offset))
-            return made.drawn.token_ids
+            drafted = by_compiled_stages(sampler, lambda: sampler.draft(plan, x, places, rule == "match", offset))
+            return drafted.drawn.token_ids
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
         return self._verified(self._sampler(drafted.logits.dtype), drafted, rule)

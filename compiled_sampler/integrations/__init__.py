@@ -3,6 +3,7 @@
 ::
 
     flashinfer     the signatures of flashinfer.sampling, on ``compiled_sampler.functional``
-    transformers   loops for ``generate``
-    vllm           a plugin that draws for vLLM's V1 model runner
+    sglang         a sampling backend of SGLang
+    transformers   loops for ``generate``, and continuous batching
+    vllm           a plugin that draws for vLLM's V1 and V2 model runners
 """

@@ -126,14 +126,10 @@ def _returns(function: Any, wanted: str) -> bool:
 
 def _has_fields(record: Any, wanted: Names) -> bool:
     if dataclasses.is_dataclass(record):
-        return set(wanted) <= {each.name for each in dataclasses.fields(record)}
+        return set(wanted) <= {field.name for field in dataclasses.fields(record)}
     return set(wanted) <= set(getattr(record, "__struct_fields__", ()) or record._fields)
 
 
-_MOST_REQUESTS = 65_536  # whose seeds are remembered: an engine may ask at every step
-
-
-@functools.lru_cache(_MOST_REQUESTS)
 def seed_of(request_id: str, salt: int) -> int:
     """The seed of a request without one, in [0, 2**64): of its unique id, the same on every rank and in every batch."""
     return int.from_bytes(blake2b(f"{salt}/{request_id}".encode(), digest_size=8).digest(), "little")

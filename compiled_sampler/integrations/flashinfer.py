@@ -223,9 +223,9 @@ def chain_speculative_sampling(
         check_tensor(name, given, (torch.float32,), target_probs.device)
         if given.dim() != 3:
             raise ValueError(f"{name} must have a row [V] for each request and place, got {list(given.shape)}")
-    run, count = _run(), draft_token_ids.shape[0]
+    run, count = run_of("auto"), draft_token_ids.shape[0]
     seeds, positions = noise_of(seed, offset, generator, count, target_probs.device, run)
-    made = verify_from_probs(
+    verified = verify_from_probs(
         target_probs.flatten(0, 1),
         draft_token_ids,
         seeds=seeds,
@@ -233,9 +233,9 @@ def chain_speculative_sampling(
         rule="rejection",
         draft_probs=draft_probs.flatten(0, 1),
     )
-    accepted = _added(maybe_output_accepted_token_num, made.num_matching)
-    emitted = _added(maybe_output_emitted_draft_token_num, made.num_accepted)
-    return made.token_ids.to(draft_token_ids.dtype), accepted, emitted
+    accepted = _added(maybe_output_accepted_token_num, verified.num_matching)
+    emitted = _added(maybe_output_emitted_draft_token_num, verified.num_accepted)
+    return verified.token_ids.to(draft_token_ids.dtype), accepted, emitted
 
 
 def base_2_logits(probs: Tensor) -> Tensor:
@@ -290,9 +290,9 @@ def _of_probs(
 ) -> Sampled:
     """The draws from rows of probabilities; ``cuts`` are arguments of ``functional.sample``."""
     probs, _ = checked_rows(probs, None, "probs")
-    logits = _run()(base_2_logits, probs.to(torch.float32))
-    made = _drawn(logits, indices, generator, check_nan, seed, offset, temperature=_BASE_2, **cuts)
-    return made if return_valid else made[0]
+    logits = run_of("auto")(base_2_logits, probs.to(torch.float32))
+    drawn = _drawn(logits, indices, generator, check_nan, seed, offset, temperature=_BASE_2, **cuts)
+    return drawn if return_valid else drawn[0]
 
 
 def _drawn(
@@ -311,7 +311,7 @@ def _drawn(
     if indices is not None:
         _check_indices(indices, len(logits), form.device)
         logits = logits.index_select(0, indices)
-    seeds, positions = noise_of(seed, offset, generator, len(logits), form.device, _run())
+    seeds, positions = noise_of(seed, offset, generator, len(logits), form.device, run_of("auto"))
     drawn = sample(logits, seeds=seeds, positions=positions, **cuts).token_ids
     return drawn.to(torch.int32 if indices is None else indices.dtype), drawn >= 0
 
@@ -336,10 +336,6 @@ def _base(filter_apply_order: str) -> str:
 def _added(total: Tensor | None, counts: Tensor) -> Tensor:
     counts = counts.clamp(min=0)
     return counts.to(torch.int32) if total is None else total.add_(counts)
-
-
-def _run() -> Run:
-    return run_of("auto")
 
 
 def noise_of(

@@ -20,7 +20,7 @@ MOST_IDLE = 8  # samplers that are kept while nobody uses them
 
 @dataclass(frozen=True)
 class SamplerForm:
-    """What a sampler is made of; sizes are powers of two, so that a few samplers serve many calls."""
+    """Arguments of ``Sampler``; sizes are powers of two, so that a few samplers serve many calls."""
 
     vocab_size: int
     max_num_requests: int
@@ -40,9 +40,11 @@ class SamplerForm:
         longest: int,
     ) -> SamplerForm:
         """The form that serves requests, the longest of which has ``longest`` positions."""
-        reads_history = any(reading(each.edits) for each in params)
-        history_len = _power(longest) if reads_history else 0
-        return SamplerForm(vocab_size, _power(len(params)), device, dtype, backend, history_len, _sizes(params))
+        history_len = _power(longest) if any(reading(request.edits) for request in params) else 0
+        least = EditSizes()
+        counts = {name: max(map(count, params)) for spec in EDIT_SPECS for name, count in spec.entries.items()}
+        sizes = EditSizes(**{name: max(getattr(least, name), _power(count)) for name, count in counts.items()})
+        return SamplerForm(vocab_size, _power(len(params)), device, dtype, backend, history_len, sizes)
 
 
 class SamplerPool:
@@ -59,8 +61,8 @@ class SamplerPool:
         """A sampler of a form and the slots of requests in it, which are free again behind the block."""
         sampler, slots = self._taken(form), list[int]()
         try:
-            for each, prompt in zip(params, prompts, strict=True):
-                slots.append(sampler.add_request(each, prompt if set(each.edits) - {"stops"} else ()))
+            for request, prompt in zip(params, prompts, strict=True):
+                slots.append(sampler.add_request(request, prompt if set(request.edits) - {"stops"} else ()))
             yield sampler, slots
         finally:
             for slot in slots:
@@ -74,23 +76,7 @@ class SamplerPool:
                 if known == form:
                     del self._idle[place]
                     return sampler
-        return Sampler(
-            form.vocab_size,
-            form.max_num_requests,
-            form.device,
-            form.logits_dtype,
-            form.backend,
-            default_generator=torch.default_generator,
-            history_len=form.history_len,
-            edit_sizes=form.edit_sizes,
-        )
-
-
-def _sizes(params: list[SamplingParams]) -> EditSizes:
-    """Room for the entries of all requests, the default at least."""
-    least = EditSizes()
-    counts = {name: max(map(count, params)) for spec in EDIT_SPECS for name, count in spec.entries.items()}
-    return EditSizes(**{name: max(getattr(least, name), _power(count)) for name, count in counts.items()})
+        return Sampler(**vars(form), default_generator=torch.default_generator)
 
 
 def _power(count: int) -> int:

@@ -111,12 +111,8 @@ def _sampled(sampler: Sampler, mode: str, slots: Sequence[int]) -> Iterator[tupl
 
 def _verified(sampler: Sampler, mode: str, slots: Sequence[int]) -> Iterator[tuple[str, Callable[[], Result]]]:
     """Outcomes of every rule for every kind of proposal."""
-    rows, vocab_size, dtype, device = (
-        sum(COUNTS) + len(COUNTS),
-        sampler.vocab_size,
-        sampler.logits_dtype,
-        sampler.device,
-    )
+    rows, vocab_size = sum(COUNTS) + len(COUNTS), sampler.vocab_size
+    dtype, device = sampler.logits_dtype, sampler.device
     logits = hard_logits(rows, vocab_size, 2).roll(3, 0).to(dtype)
     drafts = drafted_tokens(COUNTS, first_tokens(logits), vocab_size, 3)
     proposed = _first_drafts(drafts)

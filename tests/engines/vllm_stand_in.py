@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from compiled_sampler.integrations.vllm.engine_checks import BUILTIN_PROCESSORS
 from compiled_sampler.integrations.vllm.requests import REFUSED
+from compiled_sampler.integrations.vllm.versions import BUILTIN_PROCESSORS
 
 DEFAULTS: dict[str, Any] = {
     "temperature": 1.0,

@@ -74,8 +74,7 @@ def law_p_value(counts: NDArray[np.int64], probabilities: Law) -> float:
 
 def of_parameters(bench: Bench, name: str) -> Finding:
     params = bench.supported(PARAMS[name])
-    if not params:
-        raise NotAsked(f"declared: unsupported={sorted(bench.semantics.unsupported)}")
+    bench.needs(bool(params), f"unsupported={sorted(bench.semantics.unsupported)}")
     return follows_law(bench, [(clear_row(bench, p), p) for p in params], bench.effort.draws)
 
 
@@ -154,8 +153,7 @@ def large_logits(bench: Bench) -> Finding:
 @question("law.kept_set", "no token comes from outside the kept set", lambda effort: leak(effort.kept_draws))
 def kept_set(bench: Bench) -> Finding:
     pool = bench.supported([Params(top_k=3), Params(top_p=0.5), Params(min_p=0.2)])
-    if not pool:
-        raise NotAsked("declared: no filters")
+    bench.needs(bool(pool), "no filters")
     draws, seconds, fewest = bench.effort.kept_draws, 2.0 * bench.effort.question_s / len(pool), bench.effort.kept_draws
     for params in pool:
         row = clear_row(bench, params)

@@ -82,12 +82,6 @@ def judged(counts: Iterable[Count], what: str) -> Finding:
     return Finding(True, detail, one_in(fewest, what), counts=by_path)
 
 
-def batch_sizes(rows: int, vocab_size: int) -> list[int]:
-    """Rows of each batch; there is one for each family of requests at least, if there are as many rows."""
-    size = min(MOST_ROWS, max(1, MOST_LOGITS // vocab_size), -(-rows // NUM_FAMILIES))
-    return [min(size, rows - start) for start in range(0, rows, size)]
-
-
 def kinds_of(bench: Bench) -> list[tuple[int, torch.dtype, int]]:
     """The vocabularies and formats that are declared, with the rows of each, which are as many as asked for or more."""
     rows = bench.effort.rows
@@ -102,7 +96,10 @@ def kinds_of(bench: Bench) -> list[tuple[int, torch.dtype, int]]:
 def sampled(bench: Bench, vocab_size: int, dtype: torch.dtype, rows: int) -> Iterator[Count]:
     """Counts of rows whose token or status differs; the other paths get the rows in another order."""
     others = paths_of(bench, vocab_size)
-    for number, size in enumerate(batch_sizes(rows, vocab_size)):
+    # There is a batch for each family of requests at least, if there are as many rows.
+    most = min(MOST_ROWS, max(1, MOST_LOGITS // vocab_size), -(-rows // NUM_FAMILIES))
+    for number, start in enumerate(range(0, rows, most)):
+        size = min(most, rows - start)
         batch = mixed_batch(bench, size, vocab_size, 1 + number % NUM_FAMILIES)
         batch = batch._replace(logits=batch.logits.to(dtype))
         order = torch.from_numpy(bench.rng.permutation(size))

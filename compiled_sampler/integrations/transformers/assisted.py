@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
@@ -84,9 +85,17 @@ def seeded_assisted(
     with batch.steps(outputs.logits) as steps, model._optimize_model_for_decode():
         model_kwargs = model._update_model_kwargs_for_generation(outputs, model_kwargs)
         draw_column(steps, text, record, outputs)
-        drawing = {"custom_generate": sample, "sampler_backend": sampler_backend}
-        drawing["vocab_size"] = steps.sampler.vocab_size
-        make = _maker(generation_config, assistant_model, drawing)
+        drawing = {
+            "custom_generate": sample,
+            "sampler_backend": sampler_backend,
+            "vocab_size": steps.sampler.vocab_size,
+        }
+
+        def make(seed: int | None) -> Make:
+            if assistant_model is None:
+                return functools.partial(_prompt_lookup, generation_config)
+            return functools.partial(_assistant, assistant_model, generation_config, {**drawing, "seeds": [seed]})
+
         passes = _Passes(model, forward, steps, text, record)
         passes.begin(batch, generation_config.max_length - input_ids.shape[1], make)
         while not text.is_finished:
@@ -112,18 +121,19 @@ class _Passes:
     def advance(self, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Draft, verify, and take what every sequence has; the arguments of the next pass."""
         alive = self._text.alive()
-        proposals = [each.propose() if goes_on else [] for each, goes_on in zip(self._drafters, alive, strict=True)]
+        drafters = zip(self._drafters, alive, strict=True)
+        proposals = [drafter.propose() if goes_on else [] for drafter, goes_on in drafters]
         width = max(map(len, proposals))
         candidates = _candidates(self._text.token_ids, proposals, width)
         outputs = self._forward(**self._inputs(candidates, width, model_kwargs), return_dict=True)
         raw = outputs.logits[:, -width - 1 :]
         logits = self._steps.prepared_columns(candidates, raw)
-        made, laws = self._steps.verified(logits, proposals, self._record.wants_scores)
-        emitted = made.tolist()
-        for row, each in enumerate(self._drafters):
+        verified, laws = self._steps.verified(logits, proposals, self._record.wants_scores)
+        emitted = verified.tolist()
+        for row, drafter in enumerate(self._drafters):
             if alive[row]:
-                each.learn(emitted[row], logits[row, : len(proposals[row]) + 1])
-        count = self._take(made.token_ids, [len(each) for each in emitted], raw, laws)
+                drafter.learn(emitted[row], logits[row, : len(proposals[row]) + 1])
+        count = self._take(verified.token_ids, [len(tokens) for tokens in emitted], raw, laws)
         cache_of(outputs).crop(count - width - 1)
         return dict(self._model._update_model_kwargs_for_generation(outputs, model_kwargs, num_new_tokens=count))
 
@@ -141,8 +151,8 @@ class _Passes:
             self._record.add(logits=raw[:, column], **({"scores": laws[column]} if laws else {}))
             self._text.append(token_ids[:, column], self._record.scores)
             column += 1
-        for each in self._drafters:
-            each.take(column)
+        for drafter in self._drafters:
+            drafter.take(column)
         self._steps.positions = self._steps.positions + column
         return column
 
@@ -152,15 +162,9 @@ class _Passes:
 
 def _candidates(token_ids: Tensor, proposals: list[list[int]], width: int) -> Tensor:
     """The text with drafts behind it, int64 ``[B, T + width]``; token 0 stands where a sequence has fewer."""
-    padded = [[*each, *[0] * (width - len(each))] for each in proposals]
+    padded = [[*tokens, *[0] * (width - len(tokens))] for tokens in proposals]
     drafted = torch.tensor(padded, dtype=token_ids.dtype, device=token_ids.device).view(len(proposals), width)
     return torch.cat([token_ids, drafted], -1)
-
-
-def _maker(generation_config: Any, assistant_model: Any, drawing: dict[str, Any]) -> Callable[[int | None], Make]:
-    if assistant_model is None:
-        return lambda seed: prompt_lookup(generation_config)
-    return lambda seed: assistant(assistant_model, generation_config, {**drawing, "seeds": [seed]})
 
 
 def _check_assisted(generation_config: Any, assistant_model: Any, synced_gpus: bool, model_kwargs: Any) -> None:
@@ -220,34 +224,26 @@ class Drafter:
         if self._generator is None:
             self._generator = self._make(self._ids(), self._most)
         # The embedding may not have an id that the target cannot draw.
-        found: list[int] = self._generator.get_candidates(self._ids())[0][0].tolist()
-        return list(takewhile(lambda token: token < self._vocab_size, found[len(self._text) :]))
+        ids: list[int] = self._generator.get_candidates(self._ids())[0][0].tolist()
+        return list(takewhile(lambda token: token < self._vocab_size, ids[len(self._text) :]))
 
     def _ids(self) -> Tensor:
         return torch.tensor([self._text], device=self._device)
 
 
-def prompt_lookup(generation_config: Any) -> Make:
+def _prompt_lookup(config: Any, input_ids: Tensor, most: int) -> Generator:
     """Candidates that followed the last tokens before, in the text itself."""
-
-    def made(input_ids: Tensor, most: int) -> Generator:
-        return PromptLookupCandidateGenerator(
-            eos_token_id=generation_config._eos_token_tensor,
-            num_output_tokens=generation_config.prompt_lookup_num_tokens,
-            max_matching_ngram_size=generation_config.max_matching_ngram_size or 2,
-            max_length=most,
-        )
-
-    return made
+    return PromptLookupCandidateGenerator(
+        eos_token_id=config._eos_token_tensor,
+        num_output_tokens=config.prompt_lookup_num_tokens,
+        max_matching_ngram_size=config.max_matching_ngram_size or 2,
+        max_length=most,
+    )
 
 
-def assistant(assistant_model: Any, generation_config: Any, drawing: dict[str, Any]) -> Make:
+def _assistant(model: Any, config: Any, drawing: dict[str, Any], input_ids: Tensor, most: int) -> Generator:
     """Candidates of a smaller model, drawn on the noise of the sequence, so it proposes what the target will draw."""
-
-    def made(input_ids: Tensor, most: int) -> Generator:
-        config = copy.copy(generation_config)
-        config.max_length = most
-        given = {"attention_mask": torch.ones_like(input_ids), **drawing}  # for ``generate`` of the assistant
-        return AssistedCandidateGenerator(input_ids, assistant_model, config, given)
-
-    return made
+    config = copy.copy(config)
+    config.max_length = most
+    given = {"attention_mask": torch.ones_like(input_ids), **drawing}  # for ``generate`` of the assistant
+    return AssistedCandidateGenerator(input_ids, model, config, given)

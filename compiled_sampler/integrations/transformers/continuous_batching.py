@@ -81,7 +81,7 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         # One copy, and only when other requests draw than did last time: without asynchronous batching the storage is
         # on the device, and each copy waits for it. Requests are compared by identity: when transformers clears the
         # storage, it drops all requests.
-        states = [each.state for each in requests_in_batch if each.has_new_token]
+        states = [request.state for request in requests_in_batch if request.has_new_token]
         place = arg_storage.data_ptr()
         last = self._written.get(place, [])
         if len(states) == len(last) and all(map(operator.is_, states, last)):
@@ -91,7 +91,9 @@ class SeededProcessors(ContinuousBatchingLogitsProcessorList):  # type: ignore[m
         for name in self._varying:
             given = [state.logit_processor_kwargs.get(name, self.fixed[name]) for state in states]
             columns.append(np.array(given, np.float64 if KINDS[name] is float else np.int64))
-        halves = np.stack([each.view(np.int64) for each in columns]).view(np.int32)  # [numbers, 2 N], lower half first
+        halves = np.stack([column.view(np.int64) for column in columns]).view(
+            np.int32
+        )  # ``[numbers, 2 N]``, lower first
         words = halves.reshape(len(columns), len(states), 2).transpose(0, 2, 1).reshape(2 * len(columns), len(states))
         arg_storage[: len(words), : len(states)].copy_(torch.from_numpy(np.ascontiguousarray(words)))
         self._written[place] = states
@@ -179,8 +181,8 @@ class SeededRunner(ModelRunner):  # type: ignore[misc]
         if self.return_logprobs:
             law = probs(logits, backend=self._backend, **parameters)
             is_token = token_ids >= 0  # rows that pad a graph's batch may have none
-            found = law.gather(1, token_ids.clamp(min=0)[:, None])[:, 0].log()
-            logprobs = torch.where(is_token, found, float("-inf"))
+            of_tokens = law.gather(1, token_ids.clamp(min=0)[:, None])[:, 0].log()
+            logprobs = torch.where(is_token, of_tokens, float("-inf"))
             output_ids[1, : len(logits)].copy_(logprobs.view(torch.int32))
 
 
@@ -232,8 +234,8 @@ def installed(backend: str = "auto") -> Iterator[None]:
     try:
         yield
     finally:
-        for name, each in before.items():
-            setattr(continuous_api, name, each)
+        for name, theirs in before.items():
+            setattr(continuous_api, name, theirs)
 
 
 _WAIT = 1.0  # seconds between two looks at whether the thread that decodes still runs
@@ -276,8 +278,8 @@ def generate_batch(
     given = {"continuous_batching_config": continuous_batching_config, "workload_hints": hints}
     with installed(backend), model.continuous_batching_context_manager(config, timeout=5, **given) as manager:
         names = [
-            manager.add_request(list(each), max_new_tokens=most, eos_token_id=_eos(model, config), seed=seed)
-            for each, seed in zip(inputs, seeds, strict=True)
+            manager.add_request(list(prompt), max_new_tokens=most, eos_token_id=_eos(model, config), seed=seed)
+            for prompt, seed in zip(inputs, seeds, strict=True)
         ]
         return _collected(manager, names)
 
@@ -299,22 +301,22 @@ def _check(config: Any, num_prompts: int, num_seeds: int) -> None:
 
 def _eos(model: Any, config: Any) -> Any:
     """The eos ids that ``add_requests`` of transformers would take: of the config, of the model, or none."""
-    found = config.eos_token_id
-    found = model.config.eos_token_id if found is None else found
-    return -1 if found is None else found
+    eos = config.eos_token_id
+    eos = model.config.eos_token_id if eos is None else eos
+    return -1 if eos is None else eos
 
 
 def _collected(manager: Any, names: list[str]) -> list[Any]:
     """The outputs of requests, in the order of their names."""
-    found: dict[str, Any] = {}
-    while len(found) < len(names):
+    outputs: dict[str, Any] = {}
+    while len(outputs) < len(names):
         output = manager.get_result(timeout=_WAIT)
         if output is None and not manager.is_running():
             raise RuntimeError(
-                f"continuous batching ended with {len(found)} of {len(names)} requests done; see its log"
+                f"continuous batching ended with {len(outputs)} of {len(names)} requests done; see its log"
             )
         if output is not None and output.error is not None:
             raise RuntimeError(f"request {output.request_id} failed: {output.error}")
         if output is not None and output.is_finished():
-            found[output.request_id] = output
-    return [found[name] for name in names]
+            outputs[output.request_id] = output
+    return [outputs[name] for name in names]

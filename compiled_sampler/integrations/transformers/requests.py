@@ -15,17 +15,17 @@ from transformers.generation import logits_process
 from compiled_sampler.params import SamplingParams
 
 OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "TemperatureLogitsWarper": lambda each: {"temperature": each.temperature},
-    "TopKLogitsWarper": lambda each: {"top_k": each.top_k},
-    "TopPLogitsWarper": lambda each: {"top_p": each.top_p},
-    "MinPLogitsWarper": lambda each: {"min_p": each.min_p},
-    "RepetitionPenaltyLogitsProcessor": lambda each: {"repetition_penalty": each.penalty},
-    "NoBadWordsLogitsProcessor": lambda each: {"bad_words_ids": each.bad_word_ids},
-    "SequenceBiasLogitsProcessor": lambda each: {"sequence_bias": each.sequence_bias},
-    "SuppressTokensLogitsProcessor": lambda each: {"suppress_tokens": each.suppress_tokens.tolist()},
-    "MinLengthLogitsProcessor": lambda each: {"min_length": each.min_length},
-    "MinNewTokensLengthLogitsProcessor": lambda each: {"min_new_tokens": each.min_new_tokens},
-    "LogitNormalization": lambda each: {},
+    "TemperatureLogitsWarper": lambda processor: {"temperature": processor.temperature},
+    "TopKLogitsWarper": lambda processor: {"top_k": processor.top_k},
+    "TopPLogitsWarper": lambda processor: {"top_p": processor.top_p},
+    "MinPLogitsWarper": lambda processor: {"min_p": processor.min_p},
+    "RepetitionPenaltyLogitsProcessor": lambda processor: {"repetition_penalty": processor.penalty},
+    "NoBadWordsLogitsProcessor": lambda processor: {"bad_words_ids": processor.bad_word_ids},
+    "SequenceBiasLogitsProcessor": lambda processor: {"sequence_bias": processor.sequence_bias},
+    "SuppressTokensLogitsProcessor": lambda processor: {"suppress_tokens": processor.suppress_tokens.tolist()},
+    "MinLengthLogitsProcessor": lambda processor: {"min_length": processor.min_length},
+    "MinNewTokensLengthLogitsProcessor": lambda processor: {"min_new_tokens": processor.min_new_tokens},
+    "LogitNormalization": lambda processor: {},
 }
 """Processors whose work the sampler does, with the fields of a GenerationConfig that they stand for."""
 
@@ -71,9 +71,13 @@ def parameters(
     for field, value in fields.items():
         setattr(config, field, value)
     config.stop_strings = config.num_return_sequences = None  # are a criterion of generate, and rows of input_ids
-    made = [SamplingParams.from_generation_config(config, prompt_len=length) for length in positions]
-    given = _checked_seeds(seeds, len(positions))
-    return [_with_seed(each, seed) for each, seed in zip(made, given, strict=True)], LogitsProcessorList(others)
+    params = [SamplingParams.from_generation_config(config, prompt_len=length) for length in positions]
+    # Criteria of ``generate`` end sequences; here ``min_tokens`` alone needs stop tokens.
+    params = [
+        replace(request, seed=seed, stop_token_ids=request.stop_token_ids if request.min_tokens else ())
+        for request, seed in zip(params, _checked_seeds(seeds, len(positions)), strict=True)
+    ]
+    return params, LogitsProcessorList(others)
 
 
 def check_loop(model: Any, generation_config: Any, drafts_are_known: bool) -> None:
@@ -89,8 +93,8 @@ def check_loop(model: Any, generation_config: Any, drafts_are_known: bool) -> No
 
 def check_prompts(params: Sequence[SamplingParams], prompts: Sequence[list[int]], positions: Sequence[int]) -> None:
     """Raise where an edit reads a prompt that is not all in ``input_ids``: of embeddings, or begun in a cache alone."""
-    for each, prompt, position in zip(params, prompts, positions, strict=True):
-        needed = set(each.edits) & {"penalties", "bad_words"}
+    for request, prompt, position in zip(params, prompts, positions, strict=True):
+        needed = set(request.edits) & {"penalties", "bad_words"}
         if needed and len(prompt) != position:
             raise ValueError(
                 f"input_ids must hold the whole prompt for {' and '.join(sorted(needed))}, got {len(prompt)} of "
@@ -123,9 +127,3 @@ def sorted_processors(processors: Sequence[Any], names: Collection[str]) -> tupl
         seen.add(name)
         fields |= OWN[name](processor)
     return fields, others
-
-
-def _with_seed(params: SamplingParams, seed: int | None) -> SamplingParams:
-    """Parameters with a seed, and with stop tokens only for ``min_tokens``: criteria of ``generate`` end sequences."""
-    stops = params.stop_token_ids if params.min_tokens else ()
-    return replace(params, seed=seed, stop_token_ids=stops)

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -140,7 +141,7 @@ class Batch:
     def steps(self, logits: Tensor, vocab_size: int | None = None) -> Iterator[Steps]:
         """A sampler of the dtype of the model's first logits that holds the requests until the block ends."""
         most = logits.shape[-1] if vocab_size is None else min(vocab_size, logits.shape[-1])
-        params = [each.for_vocab(most) for each in self.params]
+        params = [request.for_vocab(most) for request in self.params]
         dtype = torch.float32 if self.processors or logits.dtype not in _DTYPES else logits.dtype
         form = SamplerForm.for_requests(params, most, dtype, self.positions.device, self.backend, self.longest)
         with _POOL.holding(form, params, self.prompts) as (sampler, slots):
@@ -184,17 +185,17 @@ class Steps:
 
     def verified(self, logits: Tensor, drafts: list[list[int]], wants_laws: bool) -> tuple[VerifyOutputs, list[Tensor]]:
         """What the rule ``match`` emits, and if wanted the logarithms of the law of each column, float32 ``[B, V]``."""
-        counts, width = [len(each) for each in drafts], logits.shape[1] - 1
+        counts, width = [*map(len, drafts)], logits.shape[1] - 1
         plan = self.sampler.plan(self.slots, num_drafts=counts)
         rows = [row * (width + 1) + k for row, count in enumerate(counts) for k in range(count + 1)]
         flat = logits.flatten(0, 1)
         if len(rows) < len(flat):
             flat = flat[torch.tensor(rows, device=flat.device)]
-        tokens = torch.tensor([token for each in drafts for token in each], dtype=torch.int64, device=flat.device)
+        tokens = torch.tensor([*chain.from_iterable(drafts)], dtype=torch.int64, device=flat.device)
         # The caller moves positions on, because not all of it may be taken.
-        made = self.sampler.verify(plan, flat, tokens, positions=self.positions)
+        verified = self.sampler.verify(plan, flat, tokens, positions=self.positions)
         laws = self.sampler.probs(plan, flat, positions=self.positions).log() if wants_laws else None
-        return made, [] if laws is None else _columns(laws, counts, plan.first_rows)
+        return verified, [] if laws is None else _columns(laws, counts, plan.first_rows)
 
 
 def _columns(rows: Tensor, counts: list[int], first_rows: Sequence[int]) -> list[Tensor]:
@@ -213,7 +214,7 @@ class Text:
         self.unfinished = torch.ones(len(input_ids), dtype=torch.int64, device=input_ids.device)  # 1: goes on
         self.is_finished = False
         # Sequences that ended get padding; without an eos token they are drawn on.
-        self.pads = any(hasattr(each, "eos_token_id") for each in stopping_criteria)
+        self.pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self._pad = input_ids.new_zeros(()) if pad_token_id is None else pad_token_id.to(input_ids.device)
 
     def append(self, token_ids: Tensor, scores: Any) -> None:
@@ -232,7 +233,7 @@ class Text:
 
     def alive(self) -> list[bool]:
         """Whether each sequence still needs tokens: those that ended get padding if there is an eos token."""
-        return [bool(each) for each in self.unfinished.tolist()] if self.pads else [True] * len(self.unfinished)
+        return [bool(goes_on) for goes_on in self.unfinished.tolist()] if self.pads else [True] * len(self.unfinished)
 
     def end(self) -> None:
         """Tell the streamer that nothing follows."""
@@ -271,7 +272,7 @@ class Record:
         """What ``generate`` returns: int64 ``[B, T]``, or a ``GenerateDecoderOnlyOutput`` with parts and cache."""
         if not self._returns_dict:
             return token_ids
-        fields = {each.name for each in dataclasses.fields(GenerateDecoderOnlyOutput)}
+        fields = {field.name for field in dataclasses.fields(GenerateDecoderOnlyOutput)}
         cache = {"cache" if "cache" in fields else "past_key_values": cache_of(model_kwargs)}
         return GenerateDecoderOnlyOutput(sequences=token_ids, **self._parts, **cache)
 

@@ -15,9 +15,9 @@ from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.requests.uploads import sent
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.integrations.vllm import requests
-from compiled_sampler.integrations.vllm.engine_checks import LAWS
 from compiled_sampler.integrations.vllm.results import logprob_columns, with_endings
 from compiled_sampler.integrations.vllm.settings import Settings
+from compiled_sampler.integrations.vllm.versions import LAWS
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import Verification
 from compiled_sampler.params import SamplingParams
@@ -62,10 +62,10 @@ def verifications(config: Any, rule: str) -> tuple[Verification, ...]:
     if drafts is None:
         return ()
     width = drafts.num_speculative_tokens
-    found = [Verification("match", width)]
+    ways = [Verification("match", width)]
     if rule != "match" and drafts.draft_sample_method == "probabilistic":
-        found.append(Verification(rule, width, "probabilities"))
-    return tuple(found)
+        ways.append(Verification(rule, width, "probabilities"))
+    return tuple(ways)
 
 
 class EngineSampler:
@@ -104,7 +104,7 @@ class EngineSampler:
             )
             self._positions = torch.zeros(rows, dtype=torch.int64, device=device)
             dtypes = token_dtype, torch.int32, torch.bool
-            tokens, status, finished = (torch.empty(rows, dtype=each, device=device) for each in dtypes)
+            tokens, status, finished = (torch.empty(rows, dtype=dtype, device=device) for dtype in dtypes)
             out = SampleOutputs(tokens, status)
             self._outs = out, out._replace(finished=finished)  # of batches without edits, and with some
             self.sampler.bind(positions=self._positions, out=out)
@@ -166,12 +166,12 @@ class EngineSampler:
     def sample(self, batch: PlannedBatch, logits: Tensor, top: int | None) -> Drawn:
         """A token for each row; with logprobs of it and of ``top`` others, unless that is None."""
         if top is None:
-            made = self.sampler.sample(batch.plan, logits, batch.positions, batch.out)
-            return Drawn(with_endings(made.token_ids, batch.ending)[:, None], None, None)
+            outputs = self.sampler.sample(batch.plan, logits, batch.positions, batch.out)
+            return Drawn(with_endings(outputs.token_ids, batch.ending)[:, None], None, None)
         wanted = self._logprobs(top)
-        made = self.sampler.sample(batch.plan, logits, batch.positions, logprobs=wanted)
-        tokens = with_endings(made.token_ids.to(batch.out.token_ids.dtype), batch.ending)[:, None]
-        return Drawn(tokens, None, logprob_columns(tokens, made.logprobs, top))
+        outputs = self.sampler.sample(batch.plan, logits, batch.positions, logprobs=wanted)
+        tokens = with_endings(outputs.token_ids.to(batch.out.token_ids.dtype), batch.ending)[:, None]
+        return Drawn(tokens, None, logprob_columns(tokens, outputs.logprobs, top))
 
     def verify(
         self,
@@ -184,11 +184,11 @@ class EngineSampler:
     ) -> Drawn:
         """The drafts of each request that the rule accepts, and one token more."""
         wanted, given = None if top is None else self._logprobs(top), (draft_token_ids, batch.positions, rule)
-        made = self.sampler.verify(batch.plan, logits, *given, draft_probs=draft_probs, logprobs=wanted)
-        tokens = made.token_ids.to(batch.out.token_ids.dtype)
+        outputs = self.sampler.verify(batch.plan, logits, *given, draft_probs=draft_probs, logprobs=wanted)
+        tokens = outputs.token_ids.to(batch.out.token_ids.dtype)
         tokens[:, 0] = with_endings(tokens[:, 0], batch.ending)
-        logprobs = None if top is None else logprob_columns(tokens, made.logprobs, top)
-        return Drawn(tokens, made.num_emitted, logprobs)
+        logprobs = None if top is None else logprob_columns(tokens, outputs.logprobs, top)
+        return Drawn(tokens, outputs.num_emitted, logprobs)
 
     def _logprobs(self, top: int) -> Logprobs:
         return Logprobs(top=min(max(top, MOST_TOP), self._vocab_size), of=self._law, rank=True)

@@ -110,8 +110,8 @@ def statistics() -> dict[str, int]:
     """
     total: Counter[str] = Counter({"batches": 0, "stock_batches": 0})
     total.update(_INSTALLED.counts_v2)
-    for each in _INSTALLED.runners.values():
-        total.update(each.counts)
+    for state in _INSTALLED.runners.values():
+        total.update(state.counts)
     return dict(total)
 
 
@@ -158,8 +158,8 @@ def _drawn(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         state = _INSTALLED.runners.get(self)
-        made = None if state is None else state.draw(logits, spec_decode_metadata)
-        return original(self, logits, spec_decode_metadata) if made is None else made
+        output = None if state is None else state.draw(logits, spec_decode_metadata)
+        return original(self, logits, spec_decode_metadata) if output is None else output
 
     return sample
 
@@ -169,12 +169,12 @@ def _warmed_runner(original: Callable[..., Any]) -> Callable[..., Any]:
 
     # vLLM's GPU worker calls it first where it measures the memory that is left for the KV cache, so that ours counts.
     def run(self: Any, hidden_states: Any) -> Any:
-        made = original(self, hidden_states)
+        output = original(self, hidden_states)
         state = _INSTALLED.runners.get(self)
-        is_nothing = isinstance(made, Tensor) and not len(made)  # from a model that is an encoder alone
+        is_nothing = isinstance(output, Tensor) and not len(output)  # from a model that is an encoder alone
         if state is not None and not is_nothing:
             state.warm_up(hidden_states)
-        return made
+        return output
 
     return run
 

@@ -17,17 +17,17 @@ def with_endings(token_ids: Tensor, ending: int | Tensor) -> Tensor:
     return torch.where(token_ids < 0, ending.to(token_ids.dtype), token_ids)
 
 
-def logprob_columns(token_ids: Tensor, found: Any, top: int) -> tuple[Tensor, Tensor, Tensor]:
+def logprob_columns(token_ids: Tensor, outputs: Any, top: int) -> tuple[Tensor, Tensor, Tensor]:
     """Fields of LogprobsTensors: ids int32 and logprobs float32 ``[R, top+1]``, drawn tokens first; ranks ``[R]``.
 
-    ``found`` are the LogprobOutputs of the tokens ``[N, 1]`` or ``[N, K+1]``, of ``top`` tokens or more.
+    ``outputs`` are the LogprobOutputs of the tokens ``[N, 1]`` or ``[N, K+1]``, of ``top`` tokens or more.
     """
     rows = token_ids.numel()
     ids = torch.empty(rows, top + 1, dtype=torch.int32, device=token_ids.device)
-    tops = found.top_token_ids, found.top
-    top_ids, logprobs = (each.reshape(rows, each.shape[-1])[:, :top] for each in tops)
+    tops = outputs.top_token_ids, outputs.top
+    top_ids, logprobs = (columns.reshape(rows, columns.shape[-1])[:, :top] for columns in tops)
     torch.cat([token_ids.reshape(rows, 1), top_ids], -1, out=ids)
-    return ids, torch.cat([found.token.reshape(rows, 1), logprobs], -1), found.rank.reshape(rows)
+    return ids, torch.cat([outputs.token.reshape(rows, 1), logprobs], -1), outputs.rank.reshape(rows)
 
 
 class GaplessLogprobs(LogprobsTensors):  # type: ignore[misc]
@@ -47,8 +47,8 @@ class GaplessLogprobs(LogprobsTensors):  # type: ignore[misc]
 
     def tolists(self, cu_num_generated_tokens: list[int] | None = None) -> Any:
         """Arrays of numpy."""
-        found = super().tolists(cu_num_generated_tokens)
-        return found._replace(logprob_token_ids=without_gaps(found.logprob_token_ids))
+        lists = super().tolists(cu_num_generated_tokens)
+        return lists._replace(logprob_token_ids=without_gaps(lists.logprob_token_ids))
 
 
 def without_gaps(token_ids: np.ndarray) -> np.ndarray:
@@ -57,7 +57,7 @@ def without_gaps(token_ids: np.ndarray) -> np.ndarray:
     if rows:
         token_ids = token_ids.copy()
     for row in rows:
-        found = token_ids[row]
-        is_gap = found < 0
-        found[is_gap] = np.setdiff1d(np.arange(len(found)), found)[: is_gap.sum()]
+        row_ids = token_ids[row]
+        is_gap = row_ids < 0
+        row_ids[is_gap] = np.setdiff1d(np.arange(len(row_ids)), row_ids)[: is_gap.sum()]
     return token_ids

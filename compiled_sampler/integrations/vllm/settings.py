@@ -34,11 +34,8 @@ class Settings:
     @property
     def text(self) -> str:
         """The value of the environment variable, from which ``from_text`` makes the same settings."""
-        changed = [f"{each.name}={getattr(self, each.name)}" for each in fields(self) if self._is_changed(each.name)]
-        return ",".join(changed) or _ON
-
-    def _is_changed(self, name: str) -> bool:
-        return bool(getattr(self, name) != getattr(Settings, name))
+        settings = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return ",".join(f"{name}={value}" for name, value, default in settings if value != default) or _ON
 
 
 def warn_of_v2(value: str) -> None:

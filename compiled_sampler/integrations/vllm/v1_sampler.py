@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import Any, NamedTuple
@@ -15,10 +16,10 @@ from vllm.v1.outputs import SamplerOutput
 from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.integrations.vllm import requests
-from compiled_sampler.integrations.vllm.engine_checks import unsupported_engine
 from compiled_sampler.integrations.vllm.engine_sampler import EngineSampler
 from compiled_sampler.integrations.vllm.results import GaplessLogprobs
 from compiled_sampler.integrations.vllm.settings import Settings
+from compiled_sampler.integrations.vllm.versions import unsupported_engine
 from compiled_sampler.params import SamplingParams
 from graph_cache import PinnedRing
 
@@ -66,7 +67,7 @@ class BatchRequests:
 
     def of_batch(self, states: Sequence[Any], checked: Mapping[str, CheckedRequest]) -> HeldBatch:
         """The rows of a batch, whose requests were checked; slots of others are freed."""
-        here = {each.req_id: each for each in states}
+        here = {state.req_id: state for state in states}
         for request_id, held in list(self._held.items()):
             state = here.get(request_id)
             if state is not held.state or state.num_prompt_tokens != held.prompt_len:  # an id may come for another one
@@ -84,10 +85,10 @@ class BatchRequests:
                 # that ends its request alone.
                 slot = -1 if own is None or reason else self._added(own, state)
                 self._held[request_id] = HeldRequest(slot, state, state.num_prompt_tokens)
-        slots = np.array([self._held[each.req_id].slot for each in states], dtype=np.int64)
+        slots = np.array([self._held[state.req_id].slot for state in states], dtype=np.int64)
         ends = {row: requests.ending_token(states[row].sampling_params) for row in np.flatnonzero(slots < 0).tolist()}
-        prompt_lens = np.array([each.num_prompt_tokens for each in states], np.int32)
-        self._last = HeldBatch([each.req_id for each in states], list(states), prompt_lens.tobytes(), slots, ends)
+        prompt_lens = np.array([state.num_prompt_tokens for state in states], np.int32)
+        self._last = HeldBatch([state.req_id for state in states], list(states), prompt_lens.tobytes(), slots, ends)
         return self._last
 
     def not_drawn(self, state: Any, checked: CheckedRequest) -> str | None:
@@ -178,33 +179,33 @@ class RunnerState:
         self._sampler: RunnerSampler | None = None
         self._checked: dict[str, CheckedRequest] = {}  # of the last batch, by id
         self._of_engine = unsupported_engine(runner)
-        self.counts: dict[str, int] = {"batches": 0, "stock_batches": 0}  # and "stock: reason"
+        self.counts = Counter(batches=0, stock_batches=0)  # and "stock: reason"
         if self._of_engine is not None and settings.on_unsupported == "error":
             raise RuntimeError(f"{self._of_engine}; or install(on_unsupported='stock') to draw by vLLM's own sampler")
 
     def draw(self, logits: Tensor, drafts: Any) -> SamplerOutput | None:
         """The tokens of a batch; None where vLLM's own sampler shall draw them."""
         if self._of_engine is not None:
-            self._count_stock(self._of_engine)
+            self.counts.update(["stock_batches", f"stock: {self._of_engine}"])
             return None
         sampler, batch = self._sampler_of(logits), self._runner.input_batch
         rows = sampler.requests.still(batch, self._runner.requests)
         if rows is None:
             states = [self._runner.requests[request_id] for request_id in batch.req_ids]
-            self._checked = {each.req_id: self._check(each, sampler.engine) for each in states}
+            self._checked = {state.req_id: self._check(state, sampler.engine) for state in states}
             if self._settings.on_unsupported == "stock":
-                reasons = (sampler.requests.not_drawn(each, self._checked[each.req_id]) for each in states)
+                reasons = (sampler.requests.not_drawn(state, self._checked[state.req_id]) for state in states)
                 reason = next(filter(None, reasons), None)
                 if reason is not None:
                     sampler.requests.forget()
-                    self._count_stock(reason)
+                    self.counts.update(["stock_batches", f"stock: {reason}"])
                     return None
             rows = sampler.requests.of_batch(states, self._checked)
         if self._settings.on_unsupported == "error":
             # vLLM's generators draw nothing then, and its bookkeeping of a prompt's chunks fails with those of the CPU.
             batch.generators.clear()
         # What was not refused when it came, though it asks for what the sampler does not have, ends here, alone.
-        self._count("batches")
+        self.counts.update(["batches"])
         return sampler.draw(logits, drafts, rows)
 
     def warm_up(self, hidden_states: Tensor) -> None:
@@ -224,12 +225,5 @@ class RunnerState:
         if known is not None and known.params is state.sampling_params:
             return known
         has_tokens = state.prompt_token_ids is not None
-        found = engine.checked(state.sampling_params, state.req_id, has_tokens=has_tokens)
-        return CheckedRequest(state.sampling_params, *found)
-
-    def _count_stock(self, reason: str) -> None:
-        self._count("stock_batches", f"stock: {reason}")
-
-    def _count(self, *names: str) -> None:
-        for name in names:
-            self.counts[name] = self.counts.get(name, 0) + 1
+        own_and_reason = engine.checked(state.sampling_params, state.req_id, has_tokens=has_tokens)
+        return CheckedRequest(state.sampling_params, *own_and_reason)

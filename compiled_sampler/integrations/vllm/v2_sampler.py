@@ -24,10 +24,10 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.requests.uploads import sent
 from compiled_sampler.integrations.vllm import requests
-from compiled_sampler.integrations.vllm.engine_checks import WATERMARK, unsupported_v2
 from compiled_sampler.integrations.vllm.engine_sampler import Drawn, EngineSampler, PlannedBatch
 from compiled_sampler.integrations.vllm.results import GaplessLogprobs
 from compiled_sampler.integrations.vllm.settings import Settings
+from compiled_sampler.integrations.vllm.versions import WATERMARK, unsupported_v2
 
 _LOG = logging.getLogger(__name__)
 _OF_WARMUP = "_warmup_"  # what the ids of requests begin with that vLLM makes at its start, with every parameter set
@@ -107,7 +107,7 @@ class SlotSampler(Sampler):  # type: ignore[misc]
         if reason is None:
             self._bring_added(logits)
             if self._refused and self._settings.on_unsupported == "stock":
-                reason = next((self._refused[each][0] for each in indices.tolist() if each in self._refused), None)
+                reason = next((self._refused[index][0] for index in indices.tolist() if index in self._refused), None)
                 if reason is not None:
                     self._let_go(indices)
         self.counts.update(["batches"] if reason is None else ["stock_batches", f"stock: {reason}"])
@@ -158,7 +158,7 @@ class SlotSampler(Sampler):  # type: ignore[misc]
         refused = None
         if self._refused:
             here = {row: self._refused.get(index) for row, index in enumerate(indices.tolist())}
-            refused = {row: found[1] for row, found in here.items() if found is not None}
+            refused = {row: refusal[1] for row, refusal in here.items() if refusal is not None}
         return engine.planned(slots, counts, refused)
 
     def output(

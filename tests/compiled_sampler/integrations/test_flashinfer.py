@@ -68,7 +68,7 @@ PROBS = torch.softmax(LOGITS, -1)
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """The functions run eager torch."""
-    monkeypatch.setattr(flashinfer, "_run", lambda: call)
+    monkeypatch.setattr(flashinfer, "run_of", lambda backend: call)
     for name in ("sample", "probabilities", "verify_from_probs"):
         monkeypatch.setattr(flashinfer, name, functools.partial(getattr(flashinfer, name), backend="eager"))
 

@@ -16,11 +16,10 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.vllm import VARIABLE, install, plugin, uninstall
-from compiled_sampler.integrations.vllm.engine_checks import BUILTIN_PROCESSORS, unsupported_engine
 from compiled_sampler.integrations.vllm.requests import ENGINES, MAPPED, REFUSED, unsupported
 from compiled_sampler.integrations.vllm.settings import Settings, from_text
 from compiled_sampler.integrations.vllm.v1_sampler import RunnerSampler
-from compiled_sampler.integrations.vllm.versions import INTERFACE, check_version
+from compiled_sampler.integrations.vllm.versions import BUILTIN_PROCESSORS, INTERFACE, check_version, unsupported_engine
 from graph_cache import PinnedRing
 from tests.engines.published_engine import without
 from tests.engines.vllm_stand_in import runner

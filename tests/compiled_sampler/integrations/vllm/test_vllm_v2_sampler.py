@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.integrations.vllm import install, statistics, uninstall, v2_sampler
-from compiled_sampler.integrations.vllm.engine_checks import unsupported_v2
+from compiled_sampler.integrations.vllm.versions import unsupported_v2
 from tests.engines.vllm_stand_in import column
 from tests.engines.vllm_stand_in import runner as v1_runner
 
