@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -61,8 +60,7 @@ def run(model: Path, rounds: list[list[dict[str, Any]]], **given: Any) -> dict[s
         model: its folder.
         rounds: each is one call of ``generate``; a request has ``prompt``, token ids, and ``params``.
         given: ``engine``, arguments of LLM; ``install``, those of ``install``, None for no call; ``environment``;
-            ``keeps_rows``; ``modes``, names of those that a warm-up prepares, as all take minutes;
-            ``compiles_nothing``, whether compiling in a round is an error.
+            ``keeps_rows``.
 
     Returns:
         ``rounds``, for each request ``tokens``, ``all`` of them for n choices, ``logprobs``, ``logits`` (a hash by
@@ -157,19 +155,9 @@ def main() -> None:
 
     if job.get("install") is not None:
         adapter.install(**job["install"])
-    if "modes" in job:
-        from compiled_sampler import Sampler
-
-        warmup, modes = Sampler.warmup, job["modes"]
-        Sampler.warmup = lambda self: warmup(self, modes=modes)  # type: ignore[method-assign, misc, assignment]
     recorder, results = Recorder(bool(job.get("keeps_rows"))), dict[str, Any](rounds=[], steps=[])
     llm = LLM(job["model"], disable_log_stats=False, **{**ENGINE, **job.get("engine", {})})
     recorder.install()
-    refused = contextlib.ExitStack()  # until the process ends
-    if job.get("compiles_nothing"):
-        from tests.builders.sampler import nothing_compiles
-
-        refused.enter_context(nothing_compiles())
     for requests in job["rounds"]:
         before, recorder.by_request, recorder.rows = recorder.steps, {}, {}
         prompts = [{"prompt_token_ids": each["prompt"]} for each in requests]

@@ -112,14 +112,6 @@ def test_the_environment_variable_alone_reaches_the_process_of_an_engine(model: 
     assert [each["tokens"] for each in made["rounds"][0]] == [each["tokens"] for each in alone["rounds"][8]]
 
 
-def test_what_an_engine_needs_is_compiled_before_the_first_request(model: Path, alone: Any) -> None:
-    given = {"modes": ["no_filter"], "compiles_nothing": True}
-    made = run(model, [REQUESTS[:1]], install={"warmup": "start"}, **given)
-    assert made["rounds"][0][0]["tokens"] == alone["rounds"][0][0]["tokens"]
-    with pytest.raises(RuntimeError, match="a stage was compiled after the warm-up"):
-        run(model, [REQUESTS[:1]], install={"warmup": "off"}, **given)
-
-
 def test_without_the_adapter_the_tokens_are_others(model: Path, alone: Any) -> None:
     made = run(model, [REQUESTS])
     assert made["statistics"]["batches"] == 0
