@@ -68,7 +68,7 @@ class StepExecutor:
         edits: EditSlots,
         logprobs: LogprobTables,
         vocab_size: int,
-        shard: VocabularyShard | None = None,  # of the columns that logits and proposals have
+        shard: VocabularyShard | None,  # of the columns that logits and proposals have
     ) -> None:
         self._is_definition, self._requests, self._shard = is_definition, requests, shard
         self._run: Run = eagerly if stages is None else stages

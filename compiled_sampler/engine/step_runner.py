@@ -86,7 +86,7 @@ class StepRunner:
         drafts: DraftCache | None,
         edits: EditSlots,
         logprobs: LogprobTables,
-        shard: VocabularyShard | None = None,
+        shard: VocabularyShard | None,
     ) -> None:
         self.backend, self._modes, self._dtype, self._shard = backend, modes, logits_dtype, shard
         self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, requests.staged.mirror.there.device
@@ -222,7 +222,8 @@ class StepRunner:
     def warmup(self, progress: Progress | None, modes: Collection[str] | None, *, waits: bool) -> None:
         """Compile the registered steps for every class of row counts, and capture their variants; or ask for it."""
         check_modes(modes, [mode.name for mode in self._modes])
-        self._forget_drafts()
+        if self._drafts is not None:
+            self._drafts.forget()  # a step that is compiled or captured runs, and may write there
         check_not_capturing(
             self._device, "warmup() must not be called inside a capture, which forbids others; call it before"
         )
@@ -314,11 +315,6 @@ class StepRunner:
             edit_bytes=self._edits.num_bytes,
             inexact_edits=self.custom.inexact,
         )
-
-    def _forget_drafts(self) -> None:
-        """Handles of before are refused: a step that is compiled or captured runs, and may write the draft cache."""
-        if self._drafts is not None:
-            self._drafts.forget()
 
     def _register(self, step: Step) -> None:
         if step.name in self._registered:
