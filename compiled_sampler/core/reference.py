@@ -16,9 +16,8 @@ from compiled_sampler.batch import ProbabilityOutputs, RowStatus, SampleInputs, 
 from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.filters import keep_prefix, keep_top_k, last_kept, ordered_logits
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
-from compiled_sampler.core.noise import DRAFT, TARGET
 from compiled_sampler.core.order import MASKED_KEY, indices, is_visible, order_key, pack, packed_id, row_logits, visible
-from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
+from compiled_sampler.core.rows import RowParams, gather_rows, row_slots_of
 from compiled_sampler.core.score import score_key
 
 
@@ -42,8 +41,8 @@ def probabilities(inputs: SampleInputs, *, vocab_size: int, base_is_row: bool) -
 
 def row_parameters(inputs: SampleInputs) -> RowParams:
     """The parameters and the noise keys of each row, ``[R]``: of the target's noise, or of a draft's own."""
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets, inputs.draw_index)
-    return gather_rows(row_slots, stream=TARGET if inputs.offsets is None else DRAFT)
+    row_slots = row_slots_of(inputs)
+    return gather_rows(row_slots, stream=row_slots.stream)
 
 
 def weights(x: Tensor, rows: RowParams, *, base_is_row: bool) -> Tensor:

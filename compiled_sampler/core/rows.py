@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import AnyTable, RowEntries, RowStatus, SlotTable
-from compiled_sampler.core.noise import NoiseKeys, noise_keys
+from compiled_sampler.batch import AnyTable, RowEntries, RowStatus, SampleInputs, SlotTable
+from compiled_sampler.core.noise import DRAFT, TARGET, NoiseKeys, noise_keys
 
 
 class RowSlots(NamedTuple):
@@ -24,6 +24,16 @@ class RowSlots(NamedTuple):
     """int64 ``[R]``, the offset of the token in its block of drafts; None outside of a block."""
     draw_index: Tensor | None = None
     """int64 ``[R]``, which of several draws of the position; None for 0."""
+
+    @property
+    def stream(self) -> int:
+        """The noise of a draw: a draft in a block has noise of its own."""
+        return TARGET if self.offsets is None else DRAFT
+
+
+def row_slots_of(inputs: SampleInputs) -> RowSlots:
+    """The slot and the position of each row of a step that samples."""
+    return RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets, inputs.draw_index)
 
 
 class RowParams(NamedTuple):

@@ -8,38 +8,38 @@ from typing import Any
 
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
-from compiled_sampler.engine.step_runner import StepRun, StepRunner
+from compiled_sampler.engine.step_runner import Launch, StepRunner
 from compiled_sampler.lowering.inductor.layout_guards import alike
 
 MOST_CALLS = 1024  # an engine whose logits are new tensors each step brings new addresses
 
 
 class Calls:
-    """Runs of steps that were checked and chosen, by layouts and addresses of a call's tensors; they save 30 us a call.
+    """Launches that were checked and chosen, by layouts and addresses of a call's tensors; they save 30 us a call.
 
     A call that is known runs through these frames, from ``Sampler.sample`` down: ``RequestHolder._check_current`` and
-    ``Sampler._edits_of``, which return; ``run_for`` and its guard, which return; then the run that ``run_for`` found,
-    which ``StepRunner.resolve`` once made: ``Route.run``, ``Variant.run`` and the launch of the graph, or
-    ``StepRunner._run_directly``, ``StepExecutor.__call__`` and the stages.
+    ``Sampler._edits_of``, which return; ``launch_for`` and its guard, which return; then the ``Launch`` that
+    ``StepRunner.resolve`` once made: ``Route.run``, ``Variant.run`` and the launch of the graph, or
+    ``StepRunner._launch_uncaptured``, ``StepExecutor.__call__`` and the stages.
     """
 
     def __init__(self, runner: StepRunner) -> None:
         self._runner = runner
-        self._runs: dict[Hashable, list[tuple[Callable[..., bool], StepRun]]] = {}
+        self._launches: dict[Hashable, list[tuple[Callable[..., bool], Launch]]] = {}
         self._count, self._generation = 0, runner.generation
 
-    def run_for(
+    def launch_for(
         self,
         key: tuple[Any, ...],
         tensors: tuple[Tensor | None, ...],
         out: Any,
-        resolve: Callable[[], StepRun],
+        resolve: Callable[[], Launch],
         is_captured: bool,
-    ) -> StepRun:
-        """What runs the step of all calls which a check and the choice of a variant cannot tell from this one."""
-        # Runs of another ``generation`` are forgotten, with the graphs that they hold.
+    ) -> Launch:
+        """What launches the step of all calls which a check and the choice of a variant cannot tell from this one."""
+        # Launches of another ``generation`` are forgotten, with the graphs that they hold.
         if self._generation != self._runner.generation:
-            self._runs.clear()
+            self._launches.clear()
             self._count, self._generation = 0, self._runner.generation
         try:
             fields = tensors if out is None else (*tensors, *out)
@@ -54,21 +54,21 @@ class Calls:
                     addresses.append(field.data_ptr())
                     present.append(field)
             modes = is_inference_mode_enabled(), is_grad_enabled()  # on which it depends what may be written
-            # ``key`` is whatever decides about the run besides layouts and addresses
+            # ``key`` is whatever decides about the launch besides layouts and addresses
             full_key = key, is_captured, modes, type(out), *addresses
-            for is_alike, run in self._runs.get(full_key, ()):
+            for is_alike, launch in self._launches.get(full_key, ()):
                 if is_alike(*present):
-                    return run
+                    return launch
         except (AttributeError, TypeError, RuntimeError):  # the check says what is wrong
             return resolve()
         # checks all arguments and chooses the step
-        run = resolve()
+        launch = resolve()
         if self._count >= MOST_CALLS:
-            self._runs.clear()
+            self._launches.clear()
             self._count = 0
-        self._runs.setdefault(full_key, []).append((alike(present), run))
+        self._launches.setdefault(full_key, []).append((alike(present), launch))
         self._count += 1
-        return run
+        return launch
 
 
 def without_ring(out: Any) -> Any:

@@ -32,7 +32,7 @@ from compiled_sampler.engine.requests.edit_slots import EditSlots, checked_edit_
 from compiled_sampler.engine.requests.slots import new_seed
 from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_runner import SamplerStatistics, StepRun, StepRunner
+from compiled_sampler.engine.step_runner import Launch, SamplerStatistics, StepRunner
 from compiled_sampler.engine.verification import Verifier, VerifyCall
 from compiled_sampler.logit_edit import LogitEdit
 from compiled_sampler.logprobs import Logprobs
@@ -240,7 +240,7 @@ class Sampler(RequestHolder):
             check_logits(logits, rows, self._logits)
             check_consumes(consume_logits, logits, *edit_tensors.values(), *self._custom.states.every)
 
-        def resolve() -> StepRun:  # only for the first call of its kind: ``Calls`` knows the run of the others
+        def resolve() -> Launch:  # only for the first call of its kind: ``Calls`` knows the launch of the others
             self._check_sample(plan, tensors, out, edits, logprobs)
             step = Step("sample", plan.mode, 0, edits, logprobs, is_one_of_several)
             return self._runner.resolve(step, plan, tensors, out)
@@ -248,8 +248,8 @@ class Sampler(RequestHolder):
         shape = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
         key = "sample", *shape, edits, logprobs, is_one_of_several
         read = (*tensors.values(), *plan.slot_buffers)
-        run = self._calls.run_for(key, read, out, resolve, is_captured)
-        drawn: SampleOutputs = run(plan, tensors, out)
+        launch = self._calls.launch_for(key, read, out, resolve, is_captured)
+        drawn: SampleOutputs = launch(plan, tensors, out)
         return drawn
 
     def _edits_of(
@@ -340,7 +340,7 @@ class Sampler(RequestHolder):
         if not coupled:
             tensors["offsets"] = self._repeated(offset, count)
 
-        def resolve() -> StepRun:
+        def resolve() -> Launch:
             check_logits(tensors["logits"], count, self._logits, "draft_logits")
             check_positions(positions, count, self.device)
             self._custom.check_given(plan.edits, edit_tensors, count, self.device)
@@ -351,11 +351,11 @@ class Sampler(RequestHolder):
             return self._runner.resolve(step, plan, tensors, None)
 
         key = "draft", plan.mode.name, count, plan.num_drafts is None, plan.replaced, coupled, edits, width
-        run = self._calls.run_for(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
+        launch = self._calls.launch_for(key, (*tensors.values(), *plan.slot_buffers), None, resolve, is_captured)
         number = 0
         if self._draft_cache is not None and not coupled and width is None:
             number = self._draft_cache.claim(plan, offset)
-        drawn: SampleOutputs = run(plan, tensors, None)
+        drawn: SampleOutputs = launch(plan, tensors, None)
         if width is not None:
             drawn = drawn._replace(token_ids=drawn.token_ids.view(count, width))
         is_held = not coupled and not number
@@ -446,7 +446,7 @@ class Sampler(RequestHolder):
             )
             parents = padded_parents(plan, parents, draft_token_ids)
         call = VerifyCall(*tensors, edits, edit_tensors, consume_logits, logprobs, is_captured, parents)
-        return self._verifier.run(plan, plan.mode, rule, call, without_ring(out))
+        return self._verifier.verify(plan, plan.mode, rule, call, without_ring(out))
 
     def verify_from_probs(
         self,
@@ -486,7 +486,7 @@ class Sampler(RequestHolder):
         is_captured = self._check_current(plan)
         tensors = target_probs, draft_token_ids, positions, Proposals(draft_probs)
         call = VerifyCall(*tensors, plan.edits, is_captured=is_captured)
-        return self._verifier.run(plan, probabilities_mode(self.vocab_size), rule, call, without_ring(out))
+        return self._verifier.verify(plan, probabilities_mode(self.vocab_size), rule, call, without_ring(out))
 
     def probs(
         self,
@@ -529,7 +529,7 @@ class Sampler(RequestHolder):
             check_outputs(results, ProbabilityOutputs, plan.num_rows, self._logits.vocab_size, self.device, read)
         step = Step("probabilities", plan.mode, edits=edits)
         tensors = _tensors_by_row(plan, logits, positions, edit_tensors)
-        results = self._runner.run(step, plan, tensors, results)
+        results = self._runner.launch(step, plan, tensors, results)
         law: Tensor = results.probabilities
         return law
 
@@ -563,7 +563,7 @@ class Sampler(RequestHolder):
         edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs)
         self._check_rows(plan, logits, positions, edits, edit_tensors)
         step = Step("edited_logits", plan.mode, edits=edits)
-        edited: EditedOutputs = self._runner.run(step, plan, _tensors_by_row(plan, logits, positions, edit_tensors))
+        edited: EditedOutputs = self._runner.launch(step, plan, _tensors_by_row(plan, logits, positions, edit_tensors))
         return edited.logits
 
     def _check_rows(

@@ -9,13 +9,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import RowStatus, SampleInputs, SampleOutputs, SlotTable, VerifyInputs, VerifyOutputs
+from compiled_sampler.batch import (
+    EditedOutputs,
+    ProbabilityOutputs,
+    RowStatus,
+    SampleInputs,
+    SampleOutputs,
+    SlotTable,
+    VerifyInputs,
+    VerifyOutputs,
+)
 from compiled_sampler.core.reference import probabilities, sample
 from compiled_sampler.core.row_table import unfiltered_table
-from compiled_sampler.core.rows import RowSlots, idle_status
+from compiled_sampler.core.rows import idle_status, row_slots_of
 from compiled_sampler.core.stage import Run, fuses
 from compiled_sampler.edits.recording import cut_at_stop, record_drafts, record_draws, record_ends, with_finished
-from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.engine.boundary.arguments import check_not_capturing
 from compiled_sampler.engine.drafts import DraftCache
 from compiled_sampler.engine.requests.edit_slots import EditSlots
@@ -28,7 +36,7 @@ from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.logprobs import logprobs_of
-from compiled_sampler.pipeline.sample import best_step, edit_and_draw, sample_step
+from compiled_sampler.pipeline.sample import Draw, best_step, edit_and_draw, keyed_by, sample_step
 from compiled_sampler.pipeline.schedule import Schedule, is_gpu, schedule_for
 from compiled_sampler.pipeline.sharded import drawing_in
 from compiled_sampler.pipeline.verify import verify_step
@@ -60,7 +68,7 @@ class StepExecutor:
         edits: EditSlots,
         logprobs: LogprobTables,
         vocab_size: int,
-        shard: VocabularyShard | None = None,  # of the columns that logits and proposals have
+        shard: VocabularyShard | None,  # of the columns that logits and proposals have
     ) -> None:
         self._is_definition, self._requests, self._shard = is_definition, requests, shard
         self._run: Run = eagerly if stages is None else stages
@@ -101,12 +109,9 @@ class StepExecutor:
         inputs = in_int64(
             SampleInputs(logits, slots, positions, table, offsets, edits, ends, logprobs, noise, draw_index)
         )
-        results = self._computed(step, inputs)
-        if step.records:
-            results = self._recorded(inputs, results)
-        if self._drafts is not None and inputs.offsets is not None and step.kind == "draft":
-            self._drafts.write(logits, inputs.slots, inputs.offsets, self._run)
-        return results
+        if step.kind == "best":
+            return best_step(step.mode, inputs, step.num_best, self._run)
+        return self._drawn(step, inputs) if step.has_tokens else self._rows_of(step, inputs)
 
     def _takes_columns(self, step: Step) -> bool:
         """Whether a step draws from the columns of a shard; others take whole rows."""
@@ -114,41 +119,41 @@ class StepExecutor:
             return False
         return step.kind in ("sample", "draft") or (step.kind == "verify" and step.mode.matches_drafts)
 
-    def _computed(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
-        results = self._computed_rows(step, inputs)
-        if self._shard is None or step.has_tokens or step.kind == "best":
-            return results
-        (rows,) = results  # of probabilities, or edited logits
-        return type(results)(self._shard.own(rows, step.mode.vocab_size).contiguous())
+    def _draw_of(self, step: Step) -> Draw:
+        return edit_and_draw if self._shard is None or not self._takes_columns(step) else drawing_in(self._shard)
 
-    def _computed_rows(self, step: Step, inputs: SampleInputs | VerifyInputs) -> Any:
-        if isinstance(inputs, SampleInputs) and step.kind == "edited_logits":
-            edited = edited_step(step.mode, inputs, self._run)
-            is_uncovered = idle_status(inputs.table, inputs.slots) == int(RowStatus.NOT_COVERED)
-            edited.logits.masked_fill_(is_uncovered[:, None], -math.inf)
-            return edited
-        if isinstance(inputs, SampleInputs) and step.kind == "best":
-            run = eagerly if self._is_definition else self._run
-            return best_step(step.mode, inputs, step.num_best, run, inputs.offsets)
+    def _drawn(self, step: Step, inputs: SampleInputs) -> SampleOutputs:
+        """A token for each row, which is then in the history, and the logits of an uncoupled draft in the cache."""
         if self._is_definition:
-            return by_definition(step.kind, step.mode, inputs)
-        if not isinstance(inputs, VerifyInputs) and step.kind == "probabilities":
-            return probability_step(step.mode, inputs, self._run)
-        draw = edit_and_draw
-        if self._shard is not None and self._takes_columns(step):
-            draw = drawing_in(self._shard)
-        if isinstance(inputs, VerifyInputs):
-            return verify_step(step.mode, inputs, self._run, draw)
-        return sample_step(step.mode, inputs, self._run, draw)
+            drawn = drawn_by_definition(step.mode, inputs)
+        else:
+            drawn = sample_step(step.mode, inputs, self._run, self._draw_of(step))
+        if step.records:
+            is_fused = fuses(self._run) and is_gpu(drawn.token_ids.device)
+            # elsewhere each place would be written to memory
+            places = self._edits.history.table.entries.shape[2] if is_fused else 0
+            rows = inputs.slots, inputs.positions, drawn.token_ids, drawn.status
+            ends = self._record(record_draws, *rows, self._edits.stops, num_places=places)
+            drawn = drawn._replace(status=ends.status, finished=ends.finished)
+        if self._drafts is not None and inputs.offsets is not None:
+            self._drafts.write(inputs.logits, inputs.slots, inputs.offsets, self._run)
+        return drawn
 
-    def _recorded(self, inputs: SampleInputs, drawn: SampleOutputs) -> SampleOutputs:
-        """The draws of a step, written into the history, and which of them end their requests."""
-        is_fused = fuses(self._run) and is_gpu(drawn.token_ids.device)
-        # elsewhere each place would be written to memory
-        places = self._edits.history.table.entries.shape[2] if is_fused else 0
-        rows = inputs.slots, inputs.positions, drawn.token_ids, drawn.status
-        ends = self._record(record_draws, *rows, self._edits.stops, num_places=places)
-        return drawn._replace(status=ends.status, finished=ends.finished)
+    def _rows_of(self, step: Step, inputs: SampleInputs) -> Any:
+        """Probabilities, or edited logits; of a shard its own columns."""
+        results: ProbabilityOutputs | EditedOutputs
+        if step.kind == "edited_logits":
+            results = edited_step(step.mode, inputs, self._run)
+            is_uncovered = idle_status(inputs.table, inputs.slots) == int(RowStatus.NOT_COVERED)
+            results.logits.masked_fill_(is_uncovered[:, None], -math.inf)
+        elif self._is_definition:
+            results = probabilities_by_definition(step.mode, inputs)
+        else:
+            results = probability_step(step.mode, inputs, self._run)
+        if self._shard is None:
+            return results
+        (rows,) = results
+        return type(results)(self._shard.own(rows, step.mode.vocab_size).contiguous())
 
     def _verified(self, step: Step, inputs: VerifyInputs) -> VerifyOutputs:
         """The results of a verification, whose drafts are in the history before, and its last tokens afterwards."""
@@ -156,7 +161,10 @@ class StepExecutor:
         if step.records and width and not step.of_trees:  # rows of trees have texts of their own
             drafts = *requests, inputs.draft_token_ids, inputs.num_drafts, inputs.table
             self._record(record_drafts, *drafts, vocab_size=step.mode.vocab_size)
-        verified: VerifyOutputs = self._computed(step, inputs)
+        if self._is_definition:
+            verified = verified_by_definition(step.mode, inputs)
+        else:
+            verified = verify_step(step.mode, inputs, self._run, self._draw_of(step))
         if not step.records:
             return verified
         ends = *requests, verified.token_ids, inputs.num_drafts, verified.status
@@ -183,33 +191,32 @@ def in_int64(inputs: Inputs) -> Inputs:
     return replaced._replace(**wide)  # type: ignore[no-any-return]
 
 
-def by_definition(kind: str, mode: Mode, inputs: SampleInputs | VerifyInputs) -> Any:
-    """The results of a step by ``core.reference`` and ``speculation.reference``, the bits of every other backend."""
-    # Of the mode they take V, the rule and what top-p is a share of; every filter applies in every mode. Logprobs have
-    # no other definition than their stages, which run in eager torch on the tokens of the definition.
-    check_not_capturing(
-        inputs.logits.device,
-        "backend must not be 'reference' inside a capture, got a call in one: its Python loops wait for the device; "
-        "Sampler(backend='compiled') draws the same tokens and can be captured after warmup()",
-    )
-    if isinstance(inputs, VerifyInputs):
-        return _verified_by_definition(mode, inputs)
-    edited = edited_inputs(mode, inputs)
-    if inputs.noise is not None and inputs.offsets is None:
-        edited = edited._replace(positions=noise_positions(inputs.slots, inputs.positions, *inputs.noise))
-    if kind == "probabilities":
-        return probabilities(edited, vocab_size=mode.vocab_size, base_is_row=mode.base_is_row)
+# The results of a step by ``core.reference`` and ``speculation.reference`` are the bits of every other backend. Of the
+# mode they take V, the rule and what top-p is a share of; every filter applies in every mode. Logprobs have no other
+# definition than their stages, which run in eager torch on the tokens of the definition.
+
+
+def drawn_by_definition(mode: Mode, inputs: SampleInputs) -> SampleOutputs:
+    """A token for each row of logits."""
+    edited = _edited_by_definition(mode, inputs)
     drawn = sample(edited, vocab_size=mode.vocab_size, base_is_row=mode.base_is_row)
     if inputs.logprobs is not None:
-        row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
-        rows = (inputs.logits, edited.logits, row_slots, drawn.token_ids)
+        rows = (inputs.logits, edited.logits, row_slots_of(inputs), drawn.token_ids)
         drawn = drawn._replace(logprobs=logprobs_of(_schedule(mode, inputs), *rows, inputs.logprobs, eagerly))
     if inputs.stops is None:
         return drawn
     return with_finished(drawn, inputs.slots, inputs.stops)._replace(logprobs=drawn.logprobs)
 
 
-def _verified_by_definition(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
+def probabilities_by_definition(mode: Mode, inputs: SampleInputs) -> ProbabilityOutputs:
+    """The distribution that ``drawn_by_definition`` draws from."""
+    edited = _edited_by_definition(mode, inputs)
+    return probabilities(edited, vocab_size=mode.vocab_size, base_is_row=mode.base_is_row)
+
+
+def verified_by_definition(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
+    """The drafts that the mode's rule accepts, and one token more."""
+    _check_not_capturing(inputs.logits)
     edited = edited_verify_inputs(mode, inputs)
     verified = verify(mode, edited)
     if inputs.stops is not None:
@@ -219,6 +226,21 @@ def _verified_by_definition(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
     rows = emitted_logprobs(_schedule(mode, inputs), edited.logits, inputs, verified, eagerly)
     assert rows is not None
     return with_logprobs(verified, rows, inputs, eagerly)
+
+
+def _edited_by_definition(mode: Mode, inputs: SampleInputs) -> SampleInputs:
+    """The inputs with edited logits, and with the positions that key their noise."""
+    _check_not_capturing(inputs.logits)
+    noise_slots = keyed_by(row_slots_of(inputs), inputs.noise, eagerly)
+    return edited_inputs(mode, inputs)._replace(positions=noise_slots.positions)
+
+
+def _check_not_capturing(logits: Tensor) -> None:
+    check_not_capturing(
+        logits.device,
+        "backend must not be 'reference' inside a capture, got a call in one: its Python loops wait for the device; "
+        "Sampler(backend='compiled') draws the same tokens and can be captured after warmup()",
+    )
 
 
 def _schedule(mode: Mode, inputs: SampleInputs | VerifyInputs) -> Schedule:

@@ -68,8 +68,8 @@ OUTPUTS: dict[str, Any] = {
 _MOST_CHOSEN = 256  # kinds of calls whose step is known; those with logprobs of given ids are as many as their ids
 _MOST_CAPTURES = 2  # attempts for steps of one kind, until a warm-up
 _logger = logging.getLogger("compiled_sampler")
-StepRun = Callable[..., Any]
-"""``run(plan, tensors, out)``: the results of a step on the way that ``StepRunner.resolve`` chose."""
+Launch = Callable[..., Any]
+"""``launch(plan, tensors, out)``: the results of a step on the way that ``StepRunner.resolve`` chose."""
 
 
 class StepRunner:
@@ -86,7 +86,7 @@ class StepRunner:
         drafts: DraftCache | None,
         edits: EditSlots,
         logprobs: LogprobTables,
-        shard: VocabularyShard | None = None,
+        shard: VocabularyShard | None,
     ) -> None:
         self.backend, self._modes, self._dtype, self._shard = backend, modes, logits_dtype, shard
         self._vocab_size, self._drafts, self._device = modes[0].vocab_size, drafts, requests.staged.mirror.there.device
@@ -107,20 +107,20 @@ class StepRunner:
         for mode in modes:
             self._register(Step("sample", mode))
 
-    def run(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any = None) -> Any:
+    def launch(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any = None) -> Any:
         """The results of a step, in ``out`` if given."""
         return self.resolve(step, plan, tensors, out)(plan, tensors, out)
 
-    def resolve(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> StepRun:
-        """A function of a plan, tensors and ``out`` that runs a step."""
+    def resolve(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Launch:
+        """What launches a step."""
         # It serves other plans of the same shape, and tensors of the same layouts and addresses, until ``generation``
         # changes, and only inside or only outside of a capture.
         if not plan.slots:
-            return partial(_run_nothing, step, self._device, self._columns)
+            return partial(_empty_results, step, self._device, self._columns)
         is_exact = not plan.has_planned_slots  # another step might serve other requests
         step = step if is_exact else self._registered_for(step)
         if self.backend != "graph" or step.name not in self._registered:
-            return partial(self._run_directly, step)
+            return partial(self._launch_uncaptured, step)
         buffers = {name: step.buffer(name) for name in tensors}
         is_renamed = any(buffer != name for name, buffer in buffers.items())
 
@@ -134,15 +134,15 @@ class StepRunner:
             may_come = self._capture(step, len(plan.slots), given, into)
         route, rows = self._cache.route(step.name, given, out=into, is_exact=is_exact)
         if route.key is None and may_come:
-            return partial(self._run_until_settled, step)
-        on_host, run = route.key is not None, route.run
+            return partial(self._launch_until_settled, step)
+        on_host, replay = route.key is not None, route.run
         self._staged.steps_are_replays = on_host
         if step.logprobs is not None:
-            return lambda plan, tensors, out: run_flat(run, inputs(plan, tensors, on_host), rows, out)
+            return lambda plan, tensors, out: _replay_flat(replay, inputs(plan, tensors, on_host), rows, out)
         if on_host and not is_renamed and not plan.replaced and step.reads_counts == (plan.num_drafts is not None):
             # ``inputs`` without its frames
-            return lambda plan, tensors, out: run({**plan.planned.host, **tensors}, rows, out)
-        return lambda plan, tensors, out: run(inputs(plan, tensors, on_host), rows, out)
+            return lambda plan, tensors, out: replay({**plan.planned.host, **tensors}, rows, out)
+        return lambda plan, tensors, out: replay(inputs(plan, tensors, on_host), rows, out)
 
     generation: Any = property(
         attrgetter("_cache.generation"),  # asked for in every step: no frame of Python
@@ -178,14 +178,14 @@ class StepRunner:
             _logger.warning("step %s runs without a graph: %s", step.name, error)
         return False
 
-    def _run_until_settled(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
-        """A direct run, after which its variant is captured with the next call, if its stages are compiled."""
-        results = self._run_directly(step, plan, tensors, out)
+    def _launch_until_settled(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+        """A launch without a graph, after which the next call captures its variant, if its stages are compiled."""
+        results = self._launch_uncaptured(step, plan, tensors, out)
         if self._stages is not None and self._stages.are_settled:
             self._cache.forget_routes()
         return results
 
-    def _run_directly(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+    def _launch_uncaptured(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         self._staged.mirror.upload()
         result = self._executor(step, **{**plan.inputs(step.reads_counts, on_host=False), **tensors})
         return result if out is None else copied(result, out)
@@ -222,7 +222,8 @@ class StepRunner:
     def warmup(self, progress: Progress | None, modes: Collection[str] | None, *, waits: bool) -> None:
         """Compile the registered steps for every class of row counts, and capture their variants; or ask for it."""
         check_modes(modes, [mode.name for mode in self._modes])
-        self._forget_drafts()
+        if self._drafts is not None:
+            self._drafts.forget()  # a step that is compiled or captured runs, and may write there
         check_not_capturing(
             self._device, "warmup() must not be called inside a capture, which forbids others; call it before"
         )
@@ -239,8 +240,8 @@ class StepRunner:
         self, stages: CompiledStages, steps: Sequence[Step], progress: Progress | None, *, waits: bool
     ) -> None:
         """Compile the stages of steps in parallel, then run each step, for every class of row counts."""
-        runs = [(step, sample) for step in steps for sample in dict.fromkeys(self._samples(step))]
-        listed, before, bound, further = [*runs], 0, self._bound, len(runs) if waits else 0
+        samples = [(step, sample) for step in steps for sample in dict.fromkeys(self._samples(step))]
+        listed, before, bound, further = [*samples], 0, self._bound, len(samples) if waits else 0
 
         def compiled(done: int, total: int, label: str) -> None:
             nonlocal before
@@ -248,17 +249,17 @@ class StepRunner:
             if progress is not None:
                 progress(done, total + further, label)
 
-        def run_all() -> None:
-            for done, (step, sample) in enumerate(runs, start=before + 1):
+        def execute_all() -> None:
+            for done, (step, sample) in enumerate(samples, start=before + 1):
                 tensors = self._padding(step, sample, bound)
                 self._executor(step, **(_with_hard_rows(step, tensors) if stages.compares else tensors))
                 if progress is not None:
-                    progress(done, before + len(runs), f"ran {step.name} for batches like {sample[0]}")
+                    progress(done, before + len(samples), f"ran {step.name} for batches like {sample[0]}")
 
         # Ranks must not stop at different stages: those behind would meet other collectives.
         if waits and not stages.compares and self._shard is None:
             with suppress(NotOnDisk), stages.compiling_at_calls(only_loads=True):
-                run_all()
+                execute_all()
                 listed, further = [], 0
         unread = None if bound is None else TensorSpec.of(bound).empty()  # what listed edits write is wrong
         with stages.precompiling(self._device, compiled, waits=waits):
@@ -266,7 +267,7 @@ class StepRunner:
                 self._executor(step, **self._padding(step, sample, unread))
         if waits and listed:
             with stages.compiling_at_calls():
-                run_all()
+                execute_all()
 
     def bind(self, inputs: Mapping[str, Tensor], out: Any) -> None:
         """Let variants read inputs in place, logits of the target among them, and write results, unless out is None."""
@@ -281,7 +282,7 @@ class StepRunner:
         written = {
             step.name: out
             for step in steps
-            if out is not None and has_form(out, _run_nothing(step, self._device, self._columns))
+            if out is not None and has_form(out, _empty_results(step, self._device, self._columns))
         }
         outs = {id(each): each for each in ({**self._cache.bound_outs, **written}).values()}
         for each in (outs if out is None else {**outs, id(out): out}).values():
@@ -314,11 +315,6 @@ class StepRunner:
             edit_bytes=self._edits.num_bytes,
             inexact_edits=self.custom.inexact,
         )
-
-    def _forget_drafts(self) -> None:
-        """Handles of before are refused: a step that is compiled or captured runs, and may write the draft cache."""
-        if self._drafts is not None:
-            self._drafts.forget()
 
     def _register(self, step: Step) -> None:
         if step.name in self._registered:
@@ -364,7 +360,7 @@ class StepRunner:
         return {**padding, "logits": bound[:rows]} if is_bound and bound is not None else padding
 
 
-def _run_nothing(
+def _empty_results(
     step: Step, device: torch.device, columns: int, plan: Any = None, tensors: Any = None, out: Any = None
 ) -> Any:
     """The results of a batch without requests."""
@@ -449,9 +445,9 @@ def nested(results: Any) -> Any:
     return kind(*results[:count], LogprobOutputs(*results[count:]))
 
 
-def run_flat(run: Callable[..., Any], tensors: dict[str, Any], rows: int, out: Any) -> Any:
-    """The results of a batch of a step with logprobs by a ``run`` of flat ones, ``run(tensors, rows, out)``."""
+def _replay_flat(replay: Callable[..., Any], tensors: dict[str, Any], rows: int, out: Any) -> Any:
+    """The results of a batch of a step with logprobs by a ``replay`` of flat ones, ``replay(tensors, rows, out)``."""
     if out is None:
-        return nested(run(tensors, rows, None))
-    run(tensors, rows, flat(out))
+        return nested(replay(tensors, rows, None))
+    replay(tensors, rows, flat(out))
     return out

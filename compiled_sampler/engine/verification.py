@@ -1,4 +1,4 @@
-"""Runs of verifications: a step as wide as a captured variant, and results as wide as the caller's drafts."""
+"""Verifications: a step as wide as a captured variant, and results as wide as the caller's drafts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from compiled_sampler.engine.plan import (
     check_keeps_watermark,
 )
 from compiled_sampler.engine.step import Step
-from compiled_sampler.engine.step_runner import StepRun, StepRunner, copied
+from compiled_sampler.engine.step_runner import Launch, StepRunner, copied
 from compiled_sampler.logprobs import Logprobs, mapped
 from compiled_sampler.modes import Mode, check_rule, check_tree_rule
 from compiled_sampler.speculation.row_layout import padded
@@ -97,7 +97,7 @@ class Verifier:
         is_kept = self._runner.backend == "graph" and not is_captured  # variants are replayed one after the other
         return self._tokens.of(drafts, len(plan.slots), is_kept=is_kept), drawn_from
 
-    def run(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: VerifyOutputs | None) -> VerifyOutputs:
+    def verify(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: VerifyOutputs | None) -> VerifyOutputs:
         """The accepted drafts of every request and one token more; see ``Sampler.verify``."""
         target, token_ids, positions, proposals, edits, edit_tensors, consumes, logprobs, is_captured, parents = call
         drawn_from = () if proposals is ONE_HOT else (*proposals.tensors,)
@@ -107,7 +107,7 @@ class Verifier:
             states = self._runner.custom.states.every
             check_consumes(consumes, target, *drawn_from, *edit_tensors.values(), *states)
 
-        def resolve() -> StepRun:
+        def resolve() -> Launch:
             self._check(plan, mode, rule, call, out)
             return self._resolve(plan, mode, rule, call, out)
 
@@ -116,8 +116,8 @@ class Verifier:
         of_trees = () if parents is None else (parents,)
         tensors = (target, token_ids, positions, *of_trees, *drawn_from, *edit_tensors.values())
         read = (*tensors, *plan.device_tensors) if plan.replaced else tensors
-        run = self._calls.run_for(key, read, out, resolve, is_captured)
-        verified: VerifyOutputs = run(plan, call, out)
+        launch = self._calls.launch_for(key, read, out, resolve, is_captured)
+        verified: VerifyOutputs = launch(plan, call, out)
         return verified
 
     def _check(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> None:
@@ -155,7 +155,7 @@ class Verifier:
                 has_edits=has_edits, logprobs=call.logprobs, of_trees=of_trees,
             )  # fmt: skip
 
-    def _resolve(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> StepRun:
+    def _resolve(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> Launch:
         """The narrowest registered step that is wide enough, for arguments like these, which are checked."""
         proposals, width = self._in_sampler_dtype(call.proposals), call.width(plan)
         wanted = Step("verify", mode, width, call.edits, call.logprobs, of_trees=call.parents is not None)
@@ -164,18 +164,18 @@ class Verifier:
         # converted, and where counts come as sums.
         is_moved = plan.cumulative_drafts is not None or (call.token_ids.dim() == 1 and not plan.has_equal_counts)
         if step.width != width or proposals.logits is not call.proposals.logits or is_moved:
-            run: StepRun = partial(self._run_derived, step)
+            launch: Launch = partial(self._verify_derived, step)
         else:
             resolved = self._runner.resolve(step, plan, _step_inputs(plan, call, step), out)
-            run = lambda plan, call, out: resolved(plan, _step_inputs(plan, call, step), out)  # noqa: E731
-        return partial(_run_counted, run) if plan.replaced else run
+            launch = lambda plan, call, out: resolved(plan, _step_inputs(plan, call, step), out)  # noqa: E731
+        return partial(_verify_counted, launch) if plan.replaced else launch
 
-    def _run_derived(self, step: Step, plan: Plan, call: VerifyCall, out: VerifyOutputs | None) -> VerifyOutputs:
+    def _verify_derived(self, step: Step, plan: Plan, call: VerifyCall, out: VerifyOutputs | None) -> VerifyOutputs:
         """Run a step with inputs that are made in each call, so that its route is chosen anew each time."""
         tensors = _step_inputs(plan, call._replace(proposals=self._in_sampler_dtype(call.proposals)), step)
         width = call.width(plan)
         is_wider = step.width != width
-        verified: VerifyOutputs = self._runner.run(step, plan, tensors, None if is_wider else out)
+        verified: VerifyOutputs = self._runner.launch(step, plan, tensors, None if is_wider else out)
         if not is_wider:
             return verified
         verified = _first_places(verified, width + 1)
@@ -187,10 +187,10 @@ class Verifier:
         return proposals._replace(logits=in_sampler_dtype(proposals.logits, self._logits.dtype))
 
 
-def _run_counted(run: StepRun, plan: Plan, call: VerifyCall, out: Any) -> VerifyOutputs:
+def _verify_counted(launch: Launch, plan: Plan, call: VerifyCall, out: Any) -> VerifyOutputs:
     """Run a step of a plan whose drafts an engine may count, in numbers that are others in each call."""
     check_counts_fit(plan, call.width(plan))
-    verified: VerifyOutputs = run(plan, call, out)
+    verified: VerifyOutputs = launch(plan, call, out)
     return verified
 
 

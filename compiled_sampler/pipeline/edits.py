@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import EditedOutputs, PickedRows, SampleInputs
-from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.rows import RowSlots, row_slots_of
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.changes import take_back
 from compiled_sampler.edits.custom import customized
@@ -59,7 +59,7 @@ def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutp
     """The logits that every filter and draw of ``sample_step`` reads, float32 ``[R, V]`` in new memory."""
     is_edited = inputs.edits is not None
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=is_edited)
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    row_slots = row_slots_of(inputs)
 
     def edited_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None) -> Tensor:
         edited = edited_logits(schedule, logits, row_slots, edits, run)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, ProbabilityOutputs, SampleInputs
-from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import Last, last_of
-from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.rows import RowSlots, row_slots_of
 from compiled_sampler.core.stage import Run, call, fuses
 from compiled_sampler.edits.tables import EditInputs
 from compiled_sampler.modes import Mode
@@ -35,7 +34,7 @@ def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> Proba
     """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
     is_edited = inputs.edits is not None
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=is_edited)
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    row_slots = row_slots_of(inputs)
 
     def law_of(logits: Tensor, row_slots: RowSlots) -> Law:
         return summed(mode, row_law(schedule, logits, row_slots, run)[0], run)
@@ -56,7 +55,7 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
     # The law's sums may not be taken yet (sum_law); candidates are packed keys, int64 [R, C], or None.
     mode = schedule.mode
     if mode.searches:
-        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, TARGET, run)
+        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, run)
         threshold: Tensor | Last = threshold_of(schedule, logits, search_inputs, run)
         if not schedule.by_triton:
             threshold = run(last_of, threshold, by_key=True)

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
@@ -155,7 +154,7 @@ def _filtered(
     sums = {"moment": wanted.entropy and wanted.of == "filtered", "num_kept": wanted.num_kept, "last": wanted.boundary}
     if mode.searches:
         assert isinstance(logits, Tensor)
-        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, TARGET, run)
+        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, run)
         threshold: Tensor | Last = threshold_of(schedule, logits, search_inputs, run)
         if not schedule.by_triton:
             threshold = run(last_of, threshold, by_key=True)

@@ -22,9 +22,8 @@ from contextlib import ExitStack
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, SampleOutputs
-from compiled_sampler.core.noise import DRAFT, TARGET
 from compiled_sampler.core.order import Last, last_of
-from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, row_slots_of
 from compiled_sampler.core.stage import Run, any_row, call
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.edits.recording import with_finished
@@ -40,7 +39,7 @@ from compiled_sampler.exact.row_race import (
     race_top_k,
     recheck_winners,
 )
-from compiled_sampler.logprobs import LogprobInputs, Logprobs
+from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.bounds import Leaders, draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
@@ -69,17 +68,14 @@ from compiled_sampler.pipeline.search import (
     threshold_of,
 )
 
-Draw = Callable[..., SampleOutputs]
+Draw = Callable[[Schedule, SampleInputs, Run], SampleOutputs]
 """``edit_and_draw``, or what draws as it does from logits that are split over ranks."""
 
 
 def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, draw: Draw | None = None) -> SampleOutputs:
     """One token id, int64, and its status, int32, for every row: ``[R]`` each."""
     schedule = drawing_schedule(mode, inputs.logits, inputs.edits, inputs.logprobs)
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions, inputs.offsets, inputs.draw_index)
-    stream, noise = (TARGET, inputs.noise) if inputs.offsets is None else (DRAFT, None)
-    draw = draw or edit_and_draw
-    drawn = draw(schedule, inputs.logits, row_slots, inputs.edits, inputs.logprobs, noise, stream, run)
+    drawn = (draw or edit_and_draw)(schedule, inputs, run)
     if inputs.stops is None:
         return drawn
     ended = run(with_finished, drawn._replace(logprobs=None), inputs.slots, inputs.stops)
@@ -87,18 +83,12 @@ def sample_step(mode: Mode, inputs: SampleInputs, run: Run = call, draw: Draw | 
 
 
 def edit_and_draw(
-    schedule: Schedule,
-    logits: Tensor,
-    row_slots: RowSlots,
-    edits: EditInputs | None,
-    logprobs: LogprobInputs | None,
-    noise: NoiseInputs | None,
-    stream: int,
-    run: Run,
-    noise_slots: RowSlots | None = None,  # ``keyed_by``, where that is known
+    schedule: Schedule, inputs: SampleInputs, run: Run, noise_slots: RowSlots | None = None
 ) -> SampleOutputs:
     """One token for every row of logits before edits, with logprobs if asked; in chunks where rows are many."""
-    noise_slots = noise_slots or keyed_by(row_slots, noise, run)
+    # noise_slots: keyed_by, where that is known
+    row_slots, logprobs = row_slots_of(inputs), inputs.logprobs
+    noise_slots = noise_slots or keyed_by(row_slots, inputs.noise, run)
 
     def drawn_chunk(
         logits: Tensor, row_slots: RowSlots, noise_slots: RowSlots, edits: EditInputs | None, given_ids: Tensor | None
@@ -106,9 +96,9 @@ def edit_and_draw(
         with ExitStack() as undo:
             edited = logits_to_draw_from(schedule, logits, row_slots, edits, run, undo)
             if logprobs is None:
-                return draw_tokens(schedule, edited.logits, noise_slots, stream, run, edited.maxima)
+                return draw_tokens(schedule, edited.logits, noise_slots, run, edited.maxima)
             wanted = logprobs.wanted
-            drawn, law = _draw_and_find(schedule, logits, edited, noise_slots, wanted, stream, run)
+            drawn, law = _draw_and_find(schedule, logits, edited, noise_slots, wanted, run)
             if wanted.of == "raw":
                 law = with_kept(schedule, edited.logits, row_slots, wanted, law, run)
                 undo.close()  # the edited logits are not read any more
@@ -117,19 +107,16 @@ def edit_and_draw(
             return drawn._replace(logprobs=of_tokens)
 
     given_ids = None if logprobs is None else logprobs.given_ids
-    return in_chunks(schedule, run, drawn_chunk, logits, row_slots, noise_slots, edits, given_ids)
+    return in_chunks(schedule, run, drawn_chunk, inputs.logits, row_slots, noise_slots, inputs.edits, given_ids)
 
 
-def best_step(
-    mode: Mode, inputs: SampleInputs, count: int, run: Run = call, offsets: Tensor | None = None
-) -> SampleOutputs:
+def best_step(mode: Mode, inputs: SampleInputs, count: int, run: Run = call) -> SampleOutputs:
     """The ``count`` best tokens of the race of each row, int64 ``[R, count]``, of which a draw is the first."""
-    # offsets: of drafts with noise of their own, which are ``count`` draws without replacement; None for the target's.
+    # Of drafts with noise of their own they are ``count`` draws without replacement.
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=inputs.edits is not None)
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
-    stream = TARGET if offsets is None else DRAFT
-    noise_slots = keyed_by(row_slots, inputs.noise, run) if offsets is None else row_slots._replace(offsets=offsets)
-    static = {"vocab_size": mode.vocab_size, "count": count, "stream": stream}
+    noise_slots = keyed_by(row_slots_of(inputs), inputs.noise, run)
+    row_slots = row_slots_of(inputs)._replace(offsets=None)  # a law has no noise
+    static = {"vocab_size": mode.vocab_size, "count": count, "stream": noise_slots.stream}
 
     def best_of_chunk(
         logits: Tensor, row_slots: RowSlots, noise_slots: RowSlots, edits: EditInputs | None
@@ -142,19 +129,14 @@ def best_step(
 
 
 def keyed_by(row_slots: RowSlots, noise: NoiseInputs | None, run: Run) -> RowSlots:
-    """The rows with the positions that key their noise: their own, or those of a watermark."""
-    if noise is None:
+    """The rows with the positions that key their noise: their own, or of the target's noise those of a watermark."""
+    if noise is None or row_slots.offsets is not None:
         return row_slots
     return row_slots._replace(positions=run(noise_positions, row_slots.slots, row_slots.positions, *noise))
 
 
 def draw_tokens(
-    schedule: Schedule,
-    logits: AnyLogits,
-    row_slots: RowSlots,
-    stream: int,
-    run: Run,
-    maxima: BlockMaxima | None = None,
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, run: Run, maxima: BlockMaxima | None = None
 ) -> SampleOutputs:
     """One token id and its status for every row, ``[R]`` each, in any mode; ``maxima`` as ``Edited`` has them."""
     mode = schedule.mode
@@ -164,20 +146,21 @@ def draw_tokens(
         blocks = block_maxima(schedule, logits, run)
         return run(first_from_blocks, logits, blocks, row_slots, **schedule.order.blocks)
     if mode.searches:
-        return _draw_beyond_candidates(schedule, logits, row_slots, stream, run, maxima)
+        return _draw_beyond_candidates(schedule, logits, row_slots, run, maxima)
     if mode.capacity:  # every filter ends within the candidates, for rows with top_k <= C
         candidates = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
         stage = draw_from_candidates if schedule.orders_candidates else draw_from_unordered_candidates
-        return run(stage, candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass, stream=stream)
-    return _draw_from_rows(schedule, logits, row_slots, stream, run)[0]
+        among = candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass
+        return run(stage, *among, stream=row_slots.stream)
+    return _draw_from_rows(schedule, logits, row_slots, run)[0]
 
 
 def _draw_from_rows(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, *, finds_max: bool = False
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, run: Run, *, finds_max: bool = False
 ) -> tuple[SampleOutputs, Tensor | None]:
     """The winners of races over whole rows, ``[R]``, and each row's largest logit, float32 ``[R]``, or None."""
     # The largest logits are found for min_p, and with finds_max also where the race finds them without another pass.
-    filters_min_p = schedule.mode.filters_min_p
+    filters_min_p, stream = schedule.mode.filters_min_p, row_slots.stream
     if schedule.races_by_bounds:
         rows = run(gather_rows, row_slots, stream=stream)
         leaders, winners = race_by_bounds(schedule, logits, rows, run, finds_max=finds_max or filters_min_p)
@@ -225,22 +208,22 @@ def race_by_bounds(
 
 
 def _draw_beyond_candidates(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, stream: int, run: Run, maxima: BlockMaxima | None
+    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, run: Run, maxima: BlockMaxima | None
 ) -> SampleOutputs:
     """The winners of races, ``[R]``, in modes whose filters may keep tokens beyond the candidates."""
     mode = schedule.mode
     if not schedule.by_triton:
         assert isinstance(logits, Tensor)  # C++ reads no masks
-        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, stream, run, maxima=maxima)
+        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, run, maxima=maxima)
         return _draw_and_recheck(schedule, logits, search_inputs, run)
     if isinstance(logits, MaskedLogits):
         logits = with_one_mask(logits, mode.vocab_size, run)
     if not mode.capacity:  # top_k: a search, and a race of rows that keep more than a list holds; no pass before them
-        rows = run(gather_rows, row_slots, stream=stream)
+        rows = run(gather_rows, row_slots, stream=row_slots.stream)
         winners, nan_bits = run(race_top_k, logits, rows, vocab_size=mode.vocab_size)
         return run(draw_from_winners, winners, nan_bits, rows.idle)
     # Rows whose filters end within the candidates race among these; the kernels of race_beyond_candidates skip them.
-    search_inputs = candidates_and_thresholds(schedule, logits, row_slots, stream, run, maxima=maxima, races=True)
+    search_inputs = candidates_and_thresholds(schedule, logits, row_slots, run, maxima=maxima, races=True)
     ordered, nan_bits, rows, row_max, known, raced = search_inputs
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     winners = run(race_beyond_candidates, logits, known, rows, row_max, raced, **base)
@@ -266,7 +249,7 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, search_inputs: SearchI
 
 
 def _draw_and_find(
-    schedule: Schedule, raw: Tensor, edited: Edited, row_slots: RowSlots, wanted: Logprobs, stream: int, run: Run
+    schedule: Schedule, raw: Tensor, edited: Edited, row_slots: RowSlots, wanted: Logprobs, run: Run
 ) -> tuple[SampleOutputs, FoundLaw]:
     """``draw_tokens`` of edited logits, and what it finds that logprobs, maybe of the raw ones, read too."""
     logits, maxima = edited
@@ -276,15 +259,15 @@ def _draw_and_find(
         candidates = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
         static = {"is_ordered": schedule.orders_candidates, "by_key": not schedule.by_triton}
         among = candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass
-        drawn, kept, ordered = run(draw_and_keep, *among, stream=stream, **static)
+        drawn, kept, ordered = run(draw_and_keep, *among, stream=row_slots.stream, **static)
         return drawn, FoundLaw(kept, ordered)
     if sums_kept(mode, wanted):
-        drawn, row_max = _draw_from_rows(schedule, logits, row_slots, stream, run, finds_max=True)
+        drawn, row_max = _draw_from_rows(schedule, logits, row_slots, run, finds_max=True)
         if row_max is None:
             return drawn, NOTHING_FOUND
         cut = run(cut_of_drawn, row_max, drawn.token_ids, row_slots, filters_min_p=mode.filters_min_p)
         return drawn, FoundLaw(None, None, cut)
-    drawn = draw_tokens(schedule, logits, row_slots, stream, run, maxima)
+    drawn = draw_tokens(schedule, logits, row_slots, run, maxima)
     if mode.draws or not wanted.reads_filters:
         return drawn, NOTHING_FOUND
     return drawn, FoundLaw(run(kept_of_token, logits, drawn.token_ids, row_slots, **vocab), None)

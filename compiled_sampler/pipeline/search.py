@@ -168,7 +168,6 @@ def candidates_and_thresholds(
     schedule: Schedule,
     logits: AnyLogits,
     row_slots: RowSlots,
-    stream: int,
     run: Run,
     *,
     maxima: BlockMaxima | None = None,
@@ -178,7 +177,7 @@ def candidates_and_thresholds(
     # Narrowing to candidates runs many small kernels; the row's mass takes a pass over the logits. Both depend only on
     # the first pass, so they may overlap.
     # With races, rows that certainly keep more tokens than the candidates race in the pass that computes masses.
-    mode = schedule.mode
+    mode, stream = schedule.mode, row_slots.stream
     vocab = {"vocab_size": mode.vocab_size}
     if not mode.capacity:
         keys, nan_bits, _ = block_maxima(schedule, logits, run)

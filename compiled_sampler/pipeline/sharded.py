@@ -29,11 +29,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import SampleOutputs
+from compiled_sampler.batch import SampleInputs, SampleOutputs
 from compiled_sampler.core.order import Last
-from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.rows import RowSlots, row_slots_of
 from compiled_sampler.core.stage import Run
-from compiled_sampler.edits.tables import EditInputs, EditTables, NoiseInputs
+from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.exact.row_race import mass_before_winner
 from compiled_sampler.exact.threshold import block_masses, row_masses
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs
@@ -90,20 +90,12 @@ _FEWEST_EXCHANGED = 8
 def drawing_in(shard: VocabularyShard) -> Draw:
     """``edit_and_draw`` for logits that are the columns of a shard ``[R, >= width]``."""
 
-    def draw(
-        schedule: Schedule,
-        logits: Tensor,
-        row_slots: RowSlots,
-        edits: EditInputs | None,
-        logprobs: LogprobInputs | None,
-        noise: NoiseInputs | None,
-        stream: int,
-        run: Run,
-    ) -> SampleOutputs:
-        mode = schedule.mode
-        noise_slots = keyed_by(row_slots, noise, run)
+    def draw(schedule: Schedule, inputs: SampleInputs, run: Run) -> SampleOutputs:
+        mode, logits, edits, logprobs = schedule.mode, inputs.logits, inputs.edits, inputs.logprobs
+        row_slots = row_slots_of(inputs)
+        noise_slots = keyed_by(row_slots, inputs.noise, run)
         if _takes_rows(mode, logits, logprobs, shard) or not _are_by_token(edits):
-            return _draw_for_rows(mode, logits, row_slots, noise_slots, edits, logprobs, stream, shard, run)
+            return _draw_for_rows(mode, inputs, noise_slots, shard, run)
         width, start = shard.width(mode.vocab_size), shard.start
         own = replace(mode, vocab_size=max(width, 1), base_is_row=False)
         if mode.searches:  # passes over the columns, without candidates
@@ -118,7 +110,7 @@ def drawing_in(shard: VocabularyShard) -> Draw:
         schedule = drawing_schedule(own, logits, edits)
         columns = logits_to_draw_from(schedule, logits, row_slots, edits, run, ExitStack()).logits
         draw_from = _draw_from_candidates if own.capacity else _draw_from_winners
-        drawn = draw_from(mode, schedule, columns, noise_slots, stream, shard, run)
+        drawn = draw_from(mode, schedule, columns, noise_slots, shard, run)
         if logprobs is None:
             return drawn
         rows = raw if logprobs.wanted.of == "raw" else columns, row_slots, drawn.token_ids
@@ -148,29 +140,22 @@ def _are_by_token(edits: EditInputs | None) -> bool:
 
 
 def _draw_for_rows(
-    mode: Mode,
-    logits: Tensor,
-    row_slots: RowSlots,
-    noise_slots: RowSlots,
-    edits: EditInputs | None,
-    logprobs: LogprobInputs | None,
-    stream: int,
-    shard: VocabularyShard,
-    run: Run,
+    mode: Mode, inputs: SampleInputs, noise_slots: RowSlots, shard: VocabularyShard, run: Run
 ) -> SampleOutputs:
     """Tokens of whole rows, ``[R]``: all of them on every rank, or each rank draws for some and tells the others."""
-    num_rows, given_ids = logits.shape[0], None if logprobs is None else logprobs.given_ids
+    num_rows, logprobs = inputs.logits.shape[0], inputs.logprobs
     exchanges = num_rows >= _FEWEST_EXCHANGED and shard.count > 1
     if exchanges:
-        rows = shard.exchanged_rows(logits, mode.vocab_size, run)
-        first, end = shard.own_part(num_rows)
-        by_row = row_slots, noise_slots, edits, given_ids
-        row_slots, noise_slots, edits, given_ids = part_of(by_row, first, end)
+        rows = shard.exchanged_rows(inputs.logits, mode.vocab_size, run)
+        given_ids = None if logprobs is None else logprobs.given_ids
+        by_row = row_slots_of(inputs), noise_slots, inputs.edits, given_ids
+        row_slots, noise_slots, edits, given_ids = part_of(by_row, *shard.own_part(num_rows))
+        logprobs = None if logprobs is None else logprobs._replace(given_ids=given_ids)
+        inputs = inputs._replace(**row_slots._asdict(), edits=edits, logprobs=logprobs)
     else:
-        rows = shard.whole_rows(logits, mode.vocab_size, run)
-    logprobs = None if logprobs is None else logprobs._replace(given_ids=given_ids)
-    schedule = drawing_schedule(mode, rows, edits, logprobs)
-    drawn = edit_and_draw(schedule, rows, row_slots, edits, logprobs, None, stream, run, noise_slots)
+        rows = shard.whole_rows(inputs.logits, mode.vocab_size, run)
+    schedule = drawing_schedule(mode, rows, inputs.edits, logprobs)
+    drawn = edit_and_draw(schedule, inputs._replace(logits=rows), run, noise_slots)
     return shard.told_rows(drawn, num_rows, run) if exchanges else drawn
 
 
@@ -248,12 +233,11 @@ def _draw_from_winners(
     schedule: Schedule,
     logits: AnyLogits,
     row_slots: RowSlots,
-    stream: int,
     shard: VocabularyShard,
     run: Run,
 ) -> SampleOutputs:
     """The winners of races over the columns of all ranks, ``[R]``."""
-    start = {"start": shard.start}
+    start, stream = {"start": shard.start}, row_slots.stream
 
     def winners_of_chunk(logits: AnyLogits, row_slots: RowSlots, largest: Tensor | None, last: Last | None) -> Tensor:
         if not mode.draws:
@@ -273,7 +257,7 @@ def _draw_from_winners(
     last = None
     if mode.searches:
         assert largest is not None
-        last = _last_kept(mode, schedule, logits, row_slots, largest, stream, shard, run)
+        last = _last_kept(mode, schedule, logits, row_slots, largest, shard, run)
     winners = in_chunks(schedule, run, winners_of_chunk, logits, row_slots, largest, last)
     return run(draw_from_shards, shard.maximum(winners, run), row_slots)
 
@@ -293,14 +277,13 @@ def _last_kept(
     logits: AnyLogits,
     row_slots: RowSlots,
     largest: Tensor,
-    stream: int,
     shard: VocabularyShard,
     run: Run,
 ) -> Last:
     """The last token ``[R]`` among the columns of this rank that top-k and top-p keep."""
     # Each round parts the range of keys in 16, and sums what is from each part on over all ranks. All rows take all
     # rounds, so that the host waits for nothing. Top-p comes after top-k, whose mass it may be a share of.
-    rows, row_max, scale = run(raced_rows, largest, row_slots, stream=stream, start=shard.start)
+    rows, row_max, scale = run(raced_rows, largest, row_slots, stream=row_slots.stream, start=shard.start)
     base = {"base_is_row": mode.base_is_row}
     order, mass = schedule.order.blocks, schedule.mass.blocks
     every = run(every_key, rows.live)
@@ -341,11 +324,11 @@ def _draw_from_candidates(
     schedule: Schedule,
     logits: AnyLogits,
     row_slots: RowSlots,
-    stream: int,
     shard: VocabularyShard,
     run: Run,
 ) -> SampleOutputs:
     """The winners of races among the candidates of whole rows, ``[R]``."""
+    stream = row_slots.stream
 
     def candidates_of_chunk(logits: AnyLogits, row_slots: RowSlots) -> Tensor:
         found = find_candidates(schedule, logits, row_slots, run, in_order=False)

@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.batch import VerifyInputs, VerifyOutputs
-from compiled_sampler.core.noise import TARGET
+from compiled_sampler.batch import SampleInputs, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call, overlap
 from compiled_sampler.edits.recording import cut_at_stop
@@ -43,7 +42,7 @@ from compiled_sampler.pipeline.verify_rows import (
     layout_of,
     proposal_of,
     proposed,
-    row_slots_of,
+    slots_of,
     target_logits,
     verify_schedules,
     with_logprobs,
@@ -122,8 +121,8 @@ def _matched(
         tree = drafted_tree(inputs, run)
         layout = layout_of(schedules, inputs, run, tree)
         edits, noise = with_paths(schedule.mode, inputs, layout, tree, run)
-        row_slots, logprobs = row_slots_of(layout, inputs), inputs.logprobs
-        draws = draw(schedule, inputs.logits, row_slots, edits, logprobs, noise=noise, stream=TARGET, run=run)
+        rows = SampleInputs(inputs.logits, layout.slots, layout.positions, inputs.table)
+        draws = draw(schedule, rows._replace(edits=edits, logprobs=inputs.logprobs, noise=noise), run)
     tokens = draws._replace(logprobs=None)
     if tree is not None:
         static = {"vocab_size": schedule.mode.vocab_size}
@@ -156,7 +155,7 @@ def _final_of_chains(
     """The final row of each request, whose drafts are a chain."""
     mode, drafts, values = schedules.rows.mode, inputs.draft_token_ids, proposal.values
     vocab, (logits, layout, law, ordered, _) = {"vocab_size": mode.vocab_size}, target
-    requests = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    requests = slots_of(inputs.table, inputs)
     by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
     judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **vocab, **rule, by_draft=by_draft)
     carry = prefixes = None
@@ -173,7 +172,7 @@ def _final_of_trees(
     """The final row of each request, by one test of each at a time from the root on; nodes and drafts of its path."""
     mode, drafts, values = schedules.rows.mode, inputs.draft_token_ids, proposal.values
     vocab, (logits, layout, law, ordered, _) = {"vocab_size": mode.vocab_size}, target
-    requests = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    requests = slots_of(inputs.table, inputs)
     assert values is not None
     assert proposal.law is not None  # one-hot drafts are refused
     laws = summed(mode, law, run), summed(mode, proposal.law, run)
@@ -219,7 +218,7 @@ def _target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: Ex
     layout = layout_of(schedules, inputs, run, tree)
     if schedule.mode.from_probabilities:
         return _Target(inputs.logits, layout, probability_law(schedule, inputs.logits, run, looks=True), None)
-    row_slots = row_slots_of(layout, inputs)
+    row_slots = slots_of(inputs.table, layout)
     edits, _ = with_paths(schedule.mode, inputs, layout, tree, run)
     logits = edited_logits(schedule, target_logits(inputs), row_slots, edits, run, undo)
     return _Target(logits, layout, *chunked_row_law(schedule, logits, row_slots, run), tree)
@@ -228,16 +227,19 @@ def _target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: Ex
 def _judging_target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> _Target:
     """The target's law of the rows that judge a draft, ``[D]``, without filters."""
     schedule, layout = schedules.drafts, layout_of(schedules, inputs, run)
-    row_slots = row_slots_of(layout, inputs)
+    row_slots = slots_of(inputs.table, layout)
     logits = edited_logits(schedules.rows, target_logits(inputs), row_slots, inputs.edits, run, undo)
-    trials = layout.trials
-    judging = RowSlots(inputs.table, trials.slots, trials.positions)
 
     def law_of_chunk(row_ids: Tensor, judging: RowSlots) -> AnyLaw:
         blocks = run(order_maxima_of, logits, row_ids, **schedule.order.reduction)
         return unfiltered_law(schedule, logits, blocks, judging, row_ids, run)
 
-    return _Target(logits, layout, in_chunks(schedule, run, law_of_chunk, trials.row_ids, judging), None)
+    return _Target(
+        logits,
+        layout,
+        in_chunks(schedule, run, law_of_chunk, layout.trials.row_ids, slots_of(inputs.table, layout.trials)),
+        None,
+    )
 
 
 def _final_winners(schedule: Schedule, logits: Tensor, values: Values, final: Final, run: Run) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.batch import DraftTable, PickedRows, SampleInputs, VerifyInputs, VerifyOutputs
-from compiled_sampler.core.rows import RowSlots, take
+from compiled_sampler.batch import AnyTable, DraftTable, PickedRows, SampleInputs, VerifyInputs, VerifyOutputs
+from compiled_sampler.core.rows import RowSlots, row_slots_of, take
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edits.tables import EditInputs, NoiseInputs
 from compiled_sampler.logprobs import LogprobOutputs
@@ -121,14 +121,9 @@ def with_paths(
     return edits, None if noise is None else noise._replace(paths=paths)
 
 
-def row_slots_of(layout: Layout, inputs: VerifyInputs) -> RowSlots:
-    """The slot and the position of each row ``[R]``."""
-    return RowSlots(inputs.table, layout.slots, layout.positions)
-
-
-def trial_slots_of(layout: Layout, inputs: VerifyInputs) -> RowSlots:
-    """The slot and the position of the row that judges each draft ``[D]``, which are those of the draft itself."""
-    return RowSlots(inputs.table, layout.trials.slots, layout.trials.positions)
+def slots_of(table: AnyTable, owned: Layout | Trials | VerifyInputs) -> RowSlots:
+    """The slot and the position of each row ``[R]``, of the row that judges each draft ``[D]``, or of each request."""
+    return RowSlots(table, owned.slots, owned.positions)
 
 
 def edits_of_drafts(layout: Layout, edits: EditInputs) -> EditInputs:
@@ -163,7 +158,7 @@ def edited_inputs(mode: Mode, inputs: SampleInputs) -> SampleInputs:
     if inputs.edits is None:
         return inputs
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=True)
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
+    row_slots = row_slots_of(inputs)
     logits = edited_logits(schedule, inputs.logits, row_slots, _in_a_copy(inputs.edits), eagerly)
     return inputs._replace(logits=logits, edits=None)
 
@@ -178,13 +173,13 @@ def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
     of_paths, noise = with_paths(mode, inputs, layout, tree, eagerly)
     logits, edits = inputs.logits, _in_a_copy(of_paths or inputs.edits)
     if not mode.from_probabilities:
-        logits = edited_logits(schedules.rows, logits, row_slots_of(layout, inputs), edits, eagerly)
+        logits = edited_logits(schedules.rows, logits, slots_of(inputs.table, layout), edits, eagerly)
     proposals = inputs.proposals
     if isinstance(proposals, DraftTable):
         _, row_ids = rows_of_drafts(inputs.logits, inputs.slots, inputs.num_drafts, proposals)
         proposals = gathered(proposals, row_ids[: len(layout.trials.row_ids)])
     if isinstance(proposals, Tensor) and edits_drafts(mode) and len(proposals):
-        row_slots, draft_edits = trial_slots_of(layout, inputs), edits_of_drafts(layout, edits)
+        row_slots, draft_edits = slots_of(inputs.table, layout.trials), edits_of_drafts(layout, edits)
         proposals = edited_logits(schedules.drafts, proposals[: len(row_slots.slots)], row_slots, draft_edits, eagerly)
     return inputs._replace(logits=logits, proposals=proposals, edits=None, noise=noise)
 
@@ -224,7 +219,7 @@ def _edited_proposal(
     schedule, tree = schedules.drafts, drafted_tree(inputs, run)
     layout = layout_of(schedules, inputs, run, tree)
     edits = with_paths(schedule.mode, inputs, layout, tree, run)[0] or edits
-    row_slots = trial_slots_of(layout, inputs)
+    row_slots = slots_of(inputs.table, layout.trials)
     logits = edited_logits(schedule, values, row_slots, edits_of_drafts(layout, edits), run)
     return Proposal(logits, chunked_row_law(schedule, logits, row_slots, run)[0])
 

@@ -141,9 +141,7 @@ def entries_of_rows(slots: Tensor, num_drafts: Tensor, positions: Tensor, rows: 
     """The slot of the request that each row of logits belongs to, and the position of its token: int64 ``[R]`` each."""
     # Slots are -1 for rows behind the last request.
     starts, row = first_rows(num_drafts + 1, searched=True), torch.arange(rows, device=slots.device)
-    request = request_of_row(starts, num_drafts, row, searched=True)
-    owner = request.clamp(max=slots.shape[0] - 1)
-    slot = torch.where(request < slots.shape[0], slots[owner], -1)
+    owner, slot = owners(request_of_row(starts, num_drafts, row, searched=True), slots)
     return slot, positions[owner].to(torch.int64) + row - starts[owner]
 
 
@@ -151,8 +149,7 @@ def proposal_slots(proposals: Tensor, slots: Tensor, num_drafts: Tensor, *, sear
     """The slot of the request that each row of draft logits belongs to, int64 ``[D]``; -1 behind the last draft."""
     first_drafts = first_rows(num_drafts.clamp(min=0), searched=searched)
     row = torch.arange(proposals.shape[0], device=proposals.device)
-    request = request_of_draft(first_drafts, num_drafts, row, searched=searched)
-    return torch.where(request < slots.shape[0], slots[request.clamp(max=slots.shape[0] - 1)], -1)
+    return owners(request_of_draft(first_drafts, num_drafts, row, searched=searched), slots)[1]
 
 
 def drafted(num_drafts: Tensor, width: int, count: int) -> Tensor:
@@ -194,6 +191,12 @@ def request_of_draft(first_drafts: Tensor, num_drafts: Tensor, row: Tensor, *, s
     return torch.searchsorted(ends, row, right=True) if searched else (ends <= row[:, None]).sum(-1)
 
 
+def owners(request: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """The request that each row or draft belongs to, any behind the last, and its slot, there -1: int64 ``[n]``."""
+    owner = request.clamp(max=slots.shape[0] - 1)
+    return owner, torch.where(request < slots.shape[0], slots[owner], -1)
+
+
 def _draft_of_row(
     draft_token_ids: Tensor, request: Tensor, offsets: Tensor, num_drafts: Tensor, vocab_size: int
 ) -> Tensor:
@@ -228,9 +231,7 @@ def rows_of_drafts(
     # the last draft, where the rows are those of padding.
     first_drafts = first_rows(num_drafts.clamp(min=0), searched=searched)
     draft = torch.arange(logits.shape[0], device=logits.device)
-    request = request_of_draft(first_drafts, num_drafts, draft, searched=searched)
-    owner = request.clamp(max=slots.shape[0] - 1)
-    slot = torch.where(request < slots.shape[0], slots[owner], -1)
+    owner, slot = owners(request_of_draft(first_drafts, num_drafts, draft, searched=searched), slots)
     places = (draft - first_drafts[owner]).clamp(0, table.logits.shape[1] - 1)
     return slot, rows_of_places(slot, places, table)
 

@@ -10,7 +10,7 @@ from compiled_sampler.batch import SampleInputs, SampleOutputs, SlotTable
 from compiled_sampler.core.filters import keep_candidates
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import MASKED_KEY, last_of, magnitude_bits, pack, packed_id, row_logits
-from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
+from compiled_sampler.core.rows import RowParams, gather_rows, row_slots_of
 from compiled_sampler.core.score import admitted_key, score_key
 from compiled_sampler.core.stage import call
 from compiled_sampler.engine.requests.slots import SlotState
@@ -88,9 +88,7 @@ def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
     logits, rows, row_max, last = seen[race_maxima]
     if mode.searches:  # rows race before they are searched, if they are
         schedule = schedule_for(mode, logits.shape[0], logits.device)
-        search_inputs = candidates_and_thresholds(
-            schedule, logits, RowSlots(inputs.table, inputs.slots, inputs.positions), TARGET, call
-        )
+        search_inputs = candidates_and_thresholds(schedule, logits, row_slots_of(inputs), call)
         last = last_of(threshold_of(schedule, logits, search_inputs, call), by_key=True)
     ids = torch.arange(mode.vocab_size, dtype=torch.int32)
     key = admitted_key(row_logits(logits, mode.vocab_size), ids, rows, row_max, last)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from compiled_sampler.edits.names import CONSUMES, EDITS, HISTORY_EDITS, LEAVES, RESTORES, reading, writes_lists
+from compiled_sampler.edits.names import CONSUMES, HISTORY_EDITS, LEAVES, RESTORES, reading, writes_lists
 from compiled_sampler.logprobs import Logprobs, check_token_ids
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, MOST_DRAFTS, MOST_DRAWS, TOP_P_BASES, Verification
 from compiled_sampler.params import SamplingParams
@@ -126,8 +126,8 @@ def checked_history_len(length: int) -> int:
 def checked_edits(
     captured: Iterable[Collection[str]],
     history_len: int,
-    known: Sequence[str] = EDITS,
-    expanded: Callable[[Sequence[str]], tuple[str, ...]] = tuple,
+    known: Sequence[str],
+    expanded: Callable[[Sequence[str]], tuple[str, ...]],
 ) -> list[tuple[str, ...]]:
     """The edits of batches as tuples of names in their order, each set once."""
     if isinstance(captured, str | Mapping) or not isinstance(captured, Iterable):

@@ -44,10 +44,8 @@ def check_logits(logits: Tensor, rows: int | None, expected: RowFormat, name: st
     check_rows(name, logits, rows, expected, "slice the rows of the plan")
 
 
-def check_logits_buffer(buffer: Tensor | None, expected: RowFormat) -> None:
-    """Raise unless a buffer of the engine has rows of logits, ``[>= 1, >= V]`` in the expected format; None is none."""
-    if buffer is None:
-        return
+def check_logits_buffer(buffer: Tensor, expected: RowFormat) -> None:
+    """Raise unless a buffer of the engine has rows of logits, ``[>= 1, >= V]`` in the expected format."""
     check_logits(buffer, None, expected)
     if not buffer.shape[0]:
         raise ValueError("buffer must have at least one row, got none; bind_logits(None) drops a binding")

@@ -73,7 +73,7 @@ def uncovered_modes(modes: Sequence[Mode], params: SamplingParams) -> int:
     return sum(1 << i for i, mode in enumerate(modes) if uncovered(mode, params))
 
 
-def edit_bits(edits: Sequence[str], names: Sequence[str] = EDITS) -> int:
+def edit_bits(edits: Sequence[str], names: Sequence[str]) -> int:
     """The edits of a request as bits beside those of ``uncovered_modes``, by their places among all names."""
     return sum(1 << _FIRST_EDIT + names.index(name) for name in edits)
 
@@ -85,7 +85,7 @@ def unserved_needs(modes: Sequence[Mode], name: str, edits: Sequence[str], names
     return sum(1 << i for i, mode in enumerate(modes) if mode.name == name) | edit_bits(missing, names)
 
 
-def named_edits(needs: int, names: Sequence[str] = EDITS) -> tuple[str, ...]:
+def named_edits(needs: int, names: Sequence[str]) -> tuple[str, ...]:
     """The names of the edits among the bits that a batch needs, in their order."""
     bits = needs >> _FIRST_EDIT
     return tuple(name for i, name in enumerate(names) if bits >> i & 1) if bits else ()
@@ -196,7 +196,9 @@ class SlotState:
         slot = heapq.heappop(self._free)
         try:
             kind, self.is_pending = self._kind(params), True
-            needs = kind.needs | self._edit_bits(edits) if edits else kind.needs
+            needs = kind.needs
+            if self._edits is not None and edits:
+                needs |= edit_bits(edits, self._edits.custom.all_names)
             self.staged.write(slot, as_int64(params.seed or 0), needs, kind.entry)
             if self._edits is not None:
                 self._edits.add(slot, params, edits, prompt, output)
@@ -207,10 +209,6 @@ class SlotState:
         self._needs_of[slot] = needs
         self._note(slot, needs)
         return slot
-
-    def _edit_bits(self, edits: Sequence[str]) -> int:
-        assert self._edits is not None
-        return edit_bits(edits, self._edits.custom.all_names)
 
     def _note(self, slot: int, needs: int) -> None:
         """A slot has changed hands."""

@@ -216,9 +216,9 @@ class LogprobTables:
             if wanted.token_ids is not None:
                 self._captured[wanted] = self._sent(wanted.token_ids, rows)
 
-    def inputs(self, wanted: Logprobs | None, rows: int) -> LogprobInputs | None:
-        """What a step of so many rows of logits reads; None if it is asked for no logprobs."""
-        return None if wanted is None else LogprobInputs(wanted, self._given(wanted, rows), self.processed_scale)
+    def inputs(self, wanted: Logprobs, rows: int) -> LogprobInputs:
+        """What a step of so many rows of logits reads."""
+        return LogprobInputs(wanted, self._given(wanted, rows), self.processed_scale)
 
     def _given(self, wanted: Logprobs, rows: int) -> Tensor | None:
         if wanted.token_ids is None:

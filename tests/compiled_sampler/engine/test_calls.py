@@ -170,15 +170,15 @@ def test_few_calls_are_kept_and_none_of_another_generation():
     known, tensors = Calls(runner), (torch.zeros(1),)
 
     def step(i: int, wanted: object) -> object:
-        return known.run_for(("full", i), tensors, None, lambda: wanted, False)
+        return known.launch_for(("full", i), tensors, None, lambda: wanted, False)
 
     for i in range(3 * calls.MOST_CALLS):
         assert step(i, i) == i
         assert step(i, "another") == i
-        assert sum(map(len, known._runs.values())) <= calls.MOST_CALLS
+        assert sum(map(len, known._launches.values())) <= calls.MOST_CALLS
     runner.generation = 1
     assert step(i, "another") == "another"
-    assert sum(map(len, known._runs.values())) == 1
+    assert sum(map(len, known._launches.values())) == 1
 
 
 def test_a_ring_of_results_says_what_took_its_place(reference):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler
-from compiled_sampler.core.noise import TARGET, bound_of, exponential, negative_log2
-from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.noise import bound_of, exponential, negative_log2
+from compiled_sampler.core.rows import row_slots_of
 from compiled_sampler.exact.row_race import race_rows
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes import bounds
@@ -56,8 +56,8 @@ def drawn(inputs, mode: str, block: int = 8):
         return made
 
     bounded = schedule_by_bounds(modes_by_name(inputs.logits.shape[1])[mode], inputs.logits.shape[0], block)
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
-    made = draw_tokens(bounded, inputs.logits, row_slots, TARGET, run)
+    row_slots = row_slots_of(inputs)
+    made = draw_tokens(bounded, inputs.logits, row_slots, run)
     return made, found[0]
 
 
@@ -182,7 +182,7 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
     monkeypatch.setattr(bounds, "LEADERS", 5000 // 256 + 1)  # every block is looked at
     inputs = sample_inputs(torch.randn(40, 5000, generator=generator), [SamplingParams(seed=s) for s in range(40)])
     bounded = schedule_by_bounds(modes_by_name(5000)["no_filter"], 40, 256)
-    draw_tokens(bounded, inputs.logits, RowSlots(inputs.table, inputs.slots, inputs.positions), TARGET, run)
+    draw_tokens(bounded, inputs.logits, row_slots_of(inputs), run)
     best = (seen[race_leaders].best >> 32).to(torch.int32)
     largest = seen[race_bounds].scores.amax(-1)
     assert (best <= largest).all()

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs
-from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, call
 from compiled_sampler.logprobs import LAWS, LogprobInputs, Logprobs
 from compiled_sampler.lowering.compiled_stages import CompiledStages
@@ -308,10 +306,8 @@ def schedules(mode, rows):
 
 def drawn(schedule, inputs, wanted, scale, run=call):
     """A step with logprobs."""
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
     ids = None if wanted.token_ids is None else torch.tensor([wanted.token_ids] * len(inputs.logits))
-    logprobs = LogprobInputs(wanted, ids, scale)
-    return edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, logprobs, None, TARGET, run)
+    return edit_and_draw(schedule, inputs._replace(logprobs=LogprobInputs(wanted, ids, scale)), run)
 
 
 @pytest.mark.parametrize("wanted", OF_KEPT, ids=lambda each: each.label)

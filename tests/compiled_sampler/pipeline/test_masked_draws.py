@@ -9,8 +9,7 @@ from torch import Tensor
 
 from compiled_sampler import RowStatus
 from compiled_sampler.batch import VerifyInputs
-from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.rows import RowSlots
+from compiled_sampler.core.rows import row_slots_of
 from compiled_sampler.core.stage import call
 from compiled_sampler.edits.bias import BiasLists
 from compiled_sampler.edits.masks import MaskedLogits
@@ -54,10 +53,6 @@ def schedule_of(mode, inputs):
     return made
 
 
-def row_slots_of(inputs):
-    return RowSlots(inputs.table, inputs.slots, inputs.positions)
-
-
 def logprobs_that_read_masks(name):
     """Of each law all that can be asked for; in modes whose search keeps tokens nothing of these."""
     if name not in SEARCHING:
@@ -70,7 +65,7 @@ def label(each):
 
 
 def drawn(schedule, inputs, run=call, logprobs=None):
-    return edit_and_draw(schedule, inputs.logits, row_slots_of(inputs), inputs.edits, logprobs, None, TARGET, run)
+    return edit_and_draw(schedule, inputs._replace(logprobs=logprobs), run)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype", "masks"), CASES)

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler
-from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, overlap
 from compiled_sampler.exact.row_race import race_top_k
@@ -90,7 +89,7 @@ def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_seco
     batch = sampling_batch("peaked", 2, 100, device, torch.float32)
     schedule = schedule_by_bounds(mode, 2, 256)
     row_slots = RowSlots(slot_table([case.params], 100), torch.zeros_like(batch.positions), batch.positions)
-    chain = chain_of(lambda run: draw_tokens(schedule, batch.logits, row_slots, TARGET, run))
+    chain = chain_of(lambda run: draw_tokens(schedule, batch.logits, row_slots, run))
     assert chain == Chain(5, SMALL["race_leaders", 256], ("bound and order",))
 
 
