@@ -213,14 +213,15 @@ def test_other_triton_kernels_of_the_process_are_neither_stored_nor_replaced(fol
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "error"),
+    ("owner", "name", "planted"),
     [
-        (compilation, "_no_triton_kernels", RuntimeError("cannot be serialised")),
-        (disk_cache.tempfile, "TemporaryDirectory", OSError("no space left")),
+        (compilation, "_no_triton_kernels", mock.Mock(side_effect=RuntimeError("cannot be serialised"))),
+        (disk_cache, "tempfile", mock.Mock(TemporaryDirectory=mock.Mock(side_effect=OSError("no space left")))),
     ],
+    ids=["not serialised", "a full disk"],
 )
-def test_what_cannot_be_stored_is_compiled_all_the_same(folder, owner, name, error):
-    with mock.patch.object(owner, name, side_effect=error):
+def test_what_cannot_be_stored_is_compiled_all_the_same(folder, owner, name, planted):
+    with mock.patch.object(owner, name, planted):
         assert compilations(torch.randn(3, 5)) == 1
     assert kept(folder) == []
 
