@@ -39,6 +39,7 @@ def test_the_first_mode_that_covers_a_request_is_the_cheapest():
         "top_k": [SamplingParams(top_k=CAPACITIES[0] + 1), SamplingParams(top_k=V - 1, min_p=0.1)],
         "full": [SamplingParams(top_p=0.9), SamplingParams(top_k=CAPACITIES[0] + 1, top_p=0.9)],
     }
+    assert [*first] == [*modes_by_name(V)]
     for name, requests in first.items():
         assert [covering_modes([p], V)[0].name for p in requests] == [name] * len(requests)
 
