@@ -78,14 +78,17 @@ def test_numbers_of_numpy_are_stored_as_the_python_numbers_that_they_are(field, 
     assert type(found) is type(stored)
 
 
-def test_the_stored_value_is_checked():
-    with pytest.raises(ValueError, match=r"temperature must be 0 or in .* got 9.99999974"):
-        SamplingParams(temperature=np.float32(MIN_TEMPERATURE))  # rounds to less
-
-
-def test_an_integer_that_no_float_holds_is_refused():
-    with pytest.raises(ValueError, match="temperature must fit a float, got a number beyond 1e308"):
-        SamplingParams(temperature=10**5000)
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (np.float32(MIN_TEMPERATURE), r"must be 0 or in .* got 9.99999974"),  # rounds to less
+        (10**5000, "must fit a float, got a number beyond 1e308"),
+    ],
+    ids=["rounded", "no float"],
+)
+def test_the_stored_value_is_checked(value, message):
+    with pytest.raises(ValueError, match=f"temperature {message}"):
+        SamplingParams(temperature=value)
 
 
 @pytest.mark.parametrize(("field", "value"), each_of(ENDS))

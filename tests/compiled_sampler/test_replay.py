@@ -70,14 +70,6 @@ def test_logprobs_are_those_of_the_sampler(base, scale, generator):
     assert all(abs(a - b) <= oracle.error_bound(b) for a, b in pairs)
 
 
-def test_requests_without_filters_keep_every_visible_token(generator):
-    logits = torch.randn(1, V, generator=generator)
-    logits[0, ::2] = -math.inf
-    _, _, boundary, _, keep = replayed(logits, [PARAMS[1]])
-    assert boundary.tolist() == [KEEP_ALL]
-    assert torch.equal(keep, logits > -math.inf)
-
-
 def test_padding_and_rows_without_tokens_have_no_law():
     logits = torch.zeros(3, 4)
     logits[1], logits[2] = -math.inf, math.nan

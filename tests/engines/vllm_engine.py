@@ -91,7 +91,6 @@ class Recorder:
     """
 
     def __init__(self, keeps_rows: bool) -> None:
-        """Record nothing yet."""
         self.keeps_rows = keeps_rows
         self.by_request: dict[str, dict[int, str]] = {}
         self.rows: dict[str, dict[int, list[float]]] = {}

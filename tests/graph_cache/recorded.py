@@ -28,7 +28,6 @@ class Spied:
     """``Scores`` of a batch; keeps the tensors of every call, as they were and as they are."""
 
     def __init__(self) -> None:
-        """No call yet."""
         self.tensors: list[dict[str, Tensor]] = []
         self.values: list[dict[str, Tensor]] = []
 
@@ -44,7 +43,6 @@ class RecordingBackend:
     """Keeps the work of a capture and does it again, on the same static tensors, at each replay."""
 
     def __init__(self) -> None:
-        """Nothing captured, nobody else captures."""
         self.outer = False
         self.failures: list[Exception] = []
         self.num_captures = 0

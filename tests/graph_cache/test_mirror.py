@@ -98,13 +98,6 @@ def test_one_copy_brings_what_changed_and_nothing_what_did_not(served: Served, m
     assert len(sent) == 1  # of both
 
 
-def test_fewer_rows_of_the_same_bytes_leave_the_fill_behind_them(served: Served) -> None:
-    tensors = batch(8)
-    for rows in (8, 3, 8, 2, 3):
-        assert served.run(tensors, rows=rows)
-        assert set(served.spied.values[-1]["shift"][rows:].tolist()) <= {3}
-
-
 def test_a_copy_that_fails_is_made_by_the_next_run(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = batch(3)
     served.change(1, 4)

@@ -139,11 +139,3 @@ def test_the_bucket_of_a_batch_is_the_smallest_that_holds_it(rows: int, bucket: 
 def test_a_ladder_of_anything_but_positive_integers_is_refused(sizes: object) -> None:
     with pytest.raises(ValueError if type(sizes) is tuple else TypeError, match="integers >= 1, got"):
         BucketLadder.of(sizes)  # type: ignore[arg-type]
-
-
-def test_a_choice_of_buckets_must_be_of_the_ladder() -> None:
-    ladder = BucketLadder.of((2, 4, 8))
-    assert ladder.chosen([8, 2, 8]) == (2, 8)
-    assert ladder.chosen(None) == (2, 4, 8)
-    with pytest.raises(ValueError, match=r"among \(2, 4, 8\), got \[3\]"):
-        ladder.chosen([2, 3])

@@ -33,17 +33,6 @@ def test_replays_in_any_order_of_sizes_equal_the_direct_call(cache: GraphCache, 
     assert backend.num_replays == len(order)
 
 
-def test_a_graph_is_given_the_batch_and_then_the_fill(cache: GraphCache, spied: Spied) -> None:
-    cache.run("score", batch(8))
-    tensors = batch(3)
-    cache.run("score", tensors)
-    given = spied.values[-1]
-    assert given["shift"].tolist() == [*tensors["shift"].tolist(), 3]
-    assert given["scale"].tolist() == [*tensors["scale"].tolist(), 1.0]
-    assert torch.equal(given["logits"][:3], tensors["logits"])
-    assert given["logits"][3].tolist() == [-7.0] * WIDTH
-
-
 def test_strided_and_wider_inputs_and_the_first_rows_of_longer_ones_equal_the_direct_call(cache: GraphCache) -> None:
     tensors = batch(3)
     strided = {
@@ -73,16 +62,6 @@ def test_out_takes_the_results_and_is_returned(
     out = Scores(torch.full((rows,), -1), torch.full((WIDTH, rows), -1.0).T)
     assert cache.run("score", tensors, out=out) is out
     assert same_bits(out, expected(tensors))
-
-
-def test_a_batch_written_to_the_owned_buffer_is_not_copied(cache: GraphCache, spied: Spied) -> None:
-    buffer = cache.input_buffer("logits")
-    cache.run("score", batch(8))
-    tensors = batch(3)
-    buffer[:3] = tensors["logits"]
-    results = cache.run("score", {**tensors, "logits": buffer[:3]})
-    assert same_bits(results, expected(tensors))
-    assert spied.values[-1]["logits"][3].tolist() == [-7.0] * WIDTH
 
 
 def test_an_outer_capture_gets_the_callable_on_the_callers_tensors(

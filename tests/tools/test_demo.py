@@ -5,13 +5,12 @@ import runpy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from compiled_sampler import Plan, Sampler, SamplingParams
+from compiled_sampler import Sampler, SamplingParams
 from tools import demo
 from tools.model.transformer import Model
 from tools.toy_engine import engine as toy
@@ -167,24 +166,6 @@ def test_one_changed_token_is_an_exit_status_of_1(
     status, output = shown(capsys, "--requests", 8, "--steps", 4, *options)
     assert status == 1
     assert ("1 of " if drafts else "runs differ") in output
-
-
-class Recorded(CapturedStep):
-    """A captured step whose graphs are stood in for by the step itself on the tensors that a graph would hold."""
-
-    def _captured(self, plan: Plan, pool: object) -> SimpleNamespace:
-        return SimpleNamespace(replay=lambda: DecodeStep.__call__(self, plan))
-
-
-@pytest.mark.parametrize("most", [6, 20])
-def test_replays_read_each_batch_from_one_buffer(
-    model: Model, reference: Decoded, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    requests = requests_of()
-    step = Recorded(model, Sampler(model.config.vocab_size, most, backend="eager"), most, longest(requests))
-    step.warmup(lambda *_: None)
-    assert Engine(step).run(requests, most).streams == reference.streams
 
 
 @pytest.mark.gpu

@@ -165,7 +165,6 @@ def test_compiled_stages_write_what_eager_torch_writes_and_take_it_back(stage):
 @pytest.mark.parametrize("stage", WRITING)
 def test_each_list_is_one_kernel_and_one_more_to_take_it_back(stage, tells):
     """In Triton's code: what is added is not written to memory first, and no operator is left to ATen."""
-    pytest.importorskip("triton")
     given = arguments(stage, 4000, 64)
 
     def steps(run):
@@ -242,7 +241,6 @@ RECORDED, WIDTH, LONG = 8, 3, 1000
 @pytest.mark.parametrize(("stage", "most"), [(record_draws, 1), (record_drafts, 2), (record_ends, 3)])
 def test_a_record_takes_few_kernels(stage, most, length):
     """Whether the history is held in registers whole or looped over, which short and long ones differ in."""
-    pytest.importorskip("triton")
     sampler = Sampler(LONG, RECORDED, backend="eager", history_len=length)
     edits = sampler._edits
     numbers = torch.zeros(RECORDED, dtype=torch.int64)

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams
-from compiled_sampler.edits.dry import DRY, Dry, without_repetitions
-from compiled_sampler.edits.edit_spec import EditSizes
+from compiled_sampler.edits.dry import Dry, without_repetitions
 from compiled_sampler.edits.history import UNWRITTEN, History
-from compiled_sampler.engine.requests.edit_slots import RowLayout
 from tests.builders.edits import HISTORY, Request, V, edited_rows, edited_sampler
 from tests.oracles import oracle_edits
 
@@ -131,17 +129,6 @@ def test_breakers_have_room_of_their_own():
         sampler.add_request(SamplingParams(dry_multiplier=1.0, dry_sequence_breakers=[V]))
     unused = SamplingParams(dry_multiplier=0.0, dry_sequence_breakers=range(200), logit_bias={1: 2.0})
     sampler.add_request(unused)
-
-
-@pytest.mark.parametrize(("multiplier", "base", "least"), [(0.8, 1.75, 2), (1e-45, 1.1, 1), (2.0**20, 2.0**10, 50)])
-def test_penalties_are_exact_powers_that_are_rounded(multiplier, base, least):
-    given = {"dry_multiplier": multiplier, "dry_base": base, "dry_allowed_length": least}
-    layout = RowLayout(EditSizes(), V)
-    start = layout.starts[DRY.columns["penalties"]]
-    params = SamplingParams(**given)
-    made = layout.row_of(params, params.edits, 0, True)[start : start + 51].view(np.float32)
-    wanted = [0.0 if length < least else oracle_edits.dry_penalty(length, given) for length in range(51)]
-    assert made.tolist() == wanted
 
 
 def test_request_bodies_have_the_names_of_llama_cpp():

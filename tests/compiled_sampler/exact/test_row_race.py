@@ -11,25 +11,23 @@ from compiled_sampler.batch import SampleInputs, SampleOutputs
 from compiled_sampler.core import reference
 from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
-from compiled_sampler.core.noise import TARGET, noise_keys
-from compiled_sampler.core.order import is_visible, last_of, order_key, pack
+from compiled_sampler.core.noise import TARGET
+from compiled_sampler.core.order import is_visible, order_key, pack
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import any_row, call
 from compiled_sampler.exact.row_race import (
-    NO_WINNER,
     MassBefore,
     mass_before_winner,
-    race_beyond_candidates,
-    race_rows,
     recheck_winners,
 )
 from compiled_sampler.exact.threshold import Threshold, base_is_row_mask, search_in_order
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.passes.race import draw_from_blocks, last_before_winner, race_maxima
+from compiled_sampler.passes.race import last_before_winner
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import BASES, full_mode, modes_by_name, sample_inputs, slot_table
+from tests.builders.masks import stages_watched
 from tests.builders.sampler import same
 from tests.cases.hard_rows import KINDS, hard_rows
 from tools.kernels.launches import for_a_gpu
@@ -52,37 +50,6 @@ REQUESTS = [
 ]
 
 
-def rows_of(count: int) -> RowParams:
-    seeds = torch.arange(count)
-    one = torch.ones(count)
-    return RowParams(
-        live=one > 0,
-        idle=torch.zeros(count, dtype=torch.int32),
-        keys=noise_keys(seeds, seeds + 7, 0),
-        scale=one,
-        noise_mask=torch.full((count,), -1, dtype=torch.int32),
-        top_k=seeds + 1,
-        top_p=one.double(),
-        min_p_log2=one * -torch.inf,
-    )
-
-
-def test_only_rows_that_race_have_winners(generator):
-    logits, races = torch.randn(4, 300, generator=generator), torch.tensor([True, False, True, False])
-    everything = torch.full((4,), NO_WINNER)
-    rows, row_max = rows_of(4), logits.amax(-1)
-    known = Threshold(everything, races & ~races, races, torch.ones_like(everything))
-    winners = race_beyond_candidates(logits, known, rows, row_max, torch.empty(0), vocab_size=300, base_is_row=False)
-    assert torch.equal(winners, race_rows(logits, races, rows, None, None, vocab_size=300))
-    assert winners.shape == (4, 1)
-    assert (winners.amax(-1) > NO_WINNER).tolist() == races.tolist()
-    cut = {"vocab_size": 300, "block": 64}
-    blocks = race_maxima(logits, rows, row_max, last_of(everything, by_key=True), **cut)
-    drawn = draw_from_blocks(logits, blocks, rows, row_max, last_of(everything, by_key=True), **cut)
-    ids = torch.iinfo(torch.int32).max - (winners.amax(-1) & torch.iinfo(torch.int32).max)
-    assert torch.equal(ids[races], drawn.token_ids[races])
-
-
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("vocab_size", [65, 600, 5000])
 def test_a_gpus_stages_draw_what_a_cpus_do(vocab_size, base, generator, monkeypatch):
@@ -92,15 +59,9 @@ def test_a_gpus_stages_draw_what_a_cpus_do(vocab_size, base, generator, monkeypa
     logits[6, 9:11] = torch.inf
     inputs, mode = sample_inputs(logits, REQUESTS), full_mode(vocab_size, base)
     wanted = sample_step(mode, inputs)
-    called: list[str] = []
-
-    def run(stage, *tensors, **static):
-        called.append(stage.__name__)
-        return stage(*tensors, **static)
-
-    assert not logits.is_cuda
+    called = list[str]()
     with for_a_gpu():
-        assert same(sample_step(mode, inputs, run), wanted)
+        assert same(sample_step(mode, inputs, stages_watched(called)), wanted)
     assert "race_beyond_candidates" in called
     assert "race_maxima" not in called
 

@@ -49,21 +49,19 @@ def with_sampler(
     return sampler.sample(plan, logits, positions), sampler.probs(plan, logits)
 
 
-@pytest.mark.parametrize("base", ["top_k", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_rows_of_all_kinds_are_those_of_a_sampler(dtype, base):
+@pytest.mark.parametrize(
+    ("dtype", "base", "backend"),
+    [
+        *itertools.product([torch.float32, torch.bfloat16, torch.float16], ["top_k", "all"], ["eager"]),
+        (torch.float32, "top_k", "compiled"),
+    ],
+)
+def test_rows_of_all_kinds_are_those_of_a_sampler(dtype, base, backend):
     logits, drawn_by, filters = rows(len(PARAMS), dtype), noise(PARAMS), columns(PARAMS)
-    options: dict[str, Any] = {"vocab_size": V, "top_p_base": base, "backend": "eager"}
+    options: dict[str, Any] = {"vocab_size": V, "top_p_base": base, "backend": backend}
     tokens, law = with_sampler(PARAMS, logits, drawn_by["positions"], base)
     assert same(sample(logits, **filters, **drawn_by, **options), tokens)
     assert torch.equal(probs(logits, **filters, **options), law)
-
-
-def test_compiled_rows_are_those_of_a_sampler():
-    logits, drawn_by, filters = rows(len(PARAMS)), noise(PARAMS), columns(PARAMS)
-    tokens, law = with_sampler(PARAMS, logits, drawn_by["positions"])
-    assert same(sample(logits, **filters, **drawn_by, vocab_size=V), tokens)
-    assert torch.equal(probs(logits, **filters, vocab_size=V, backend="compiled"), law)
 
 
 @pytest.mark.parametrize("name", REQUESTS)
@@ -162,13 +160,3 @@ def test_the_cheapest_mode_that_covers_every_row_that_there_can_be(vocab_size):
         requests = [SamplingParams(heat, int(k), p, least, seed=0) for heat, k, p, least in itertools.product(*held)]
         wanted = next(mode for mode in table if not any(uncovered(mode, params) for params in requests))
         assert mode_of(None, filters, vocab_size, "top_k") == wanted
-
-
-def test_numbers_that_a_named_mode_does_not_cover_raise():
-    with pytest.raises(ValueError, match=r"mode 'no_filter' must cover the parameters, but min_p 0.1 is applied; None"):
-        mode_of("no_filter", (1.0, 0, 1.0, 0.1), 100, "top_k")
-
-
-def test_an_unknown_mode_raises():
-    with pytest.raises(ValueError, match=r"mode must be one of \('greedy', .*, 'full'\), got 'fast'; None chooses"):
-        mode_of("fast", (1.0, 0, 1.0, 0.0), 100, "top_k")

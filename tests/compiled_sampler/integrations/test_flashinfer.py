@@ -254,30 +254,33 @@ def rows(*tokens: int) -> Tensor:
     return torch.stack([one_hot(token, 1000) for token in tokens])[None]
 
 
-def test_two_drafts_and_a_bonus_token_are_two_emitted_there_and_three_here(eager):
-    drafts, target = torch.tensor([[100, 200]], dtype=torch.int32), rows(100, 200, 777)
-    tokens, accepted, emitted = flashinfer.chain_speculative_sampling(rows(100, 200), drafts, target, seed=1, offset=0)
-    assert (tokens.tolist(), accepted.tolist(), emitted.tolist()) == ([[100, 200, 777]], [2], [2])
-    assert (tokens.dtype, accepted.dtype, emitted.dtype) == (torch.int32,) * 3
-    ours = verify_from_probs(target[0], drafts, seeds=1, positions=0, rule="rejection", backend="eager")
-    assert (ours.tolist(), ours.num_emitted.tolist()) == ([[100, 200, 777]], [3])
-    assert (ours.num_accepted.tolist(), ours.num_matching.tolist()) == ([2], [2])
-
-
-def test_accepted_counts_behind_a_rejection_and_emitted_does_not(eager):
-    drafts, target = torch.tensor([[100, 200]]), rows(5, 200, 777)
-    tokens, accepted, emitted = flashinfer.chain_speculative_sampling(rows(100, 200), drafts, target, seed=1, offset=0)
-    assert (tokens.tolist(), accepted.tolist(), emitted.tolist()) == ([[5, -1, -1]], [1], [0])
-    assert tokens.dtype == torch.int64
-
-
-def test_counts_are_added_to_the_tensors_given(eager):
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("wanted", "tokens", "accepted", "emitted"),
+    [
+        ((100, 200, 777), [100, 200, 777], 2, 2),
+        ((5, 200, 777), [5, -1, -1], 1, 0),
+        ((100, 3, 777), [100, 3, -1], 1, 1),
+    ],
+    ids=["the bonus token is not emitted there", "a match behind a rejection is accepted there", "rejected"],
+)
+def test_counts_of_drafts_are_those_of_flashinfer_and_are_added_to_what_is_given(
+    eager, wanted, tokens, accepted, emitted, dtype
+):
+    drafts, target = torch.tensor([[100, 200]], dtype=dtype), rows(*wanted)
     totals = torch.tensor([10], dtype=torch.int32), torch.tensor([20], dtype=torch.int32)
-    drafts, target = torch.tensor([[100, 200]]), rows(100, 3, 777)
-    given = rows(100, 200), drafts, target, *totals
-    _, accepted, emitted = flashinfer.chain_speculative_sampling(*given, seed=1, offset=0)
-    assert (accepted is totals[0], emitted is totals[1]) == (True, True)
-    assert (accepted.tolist(), emitted.tolist()) == ([11], [21])
+    for given, before in (((), (0, 0)), (totals, (10, 20))):
+        made = flashinfer.chain_speculative_sampling(rows(100, 200), drafts, target, *given, seed=1, offset=0)
+        assert (made[0].tolist(), made[0].dtype) == ([tokens], dtype)
+        assert [(each.item(), each.dtype) for each in made[1:]] == [
+            (count + start, torch.int32) for count, start in zip((accepted, emitted), before, strict=True)
+        ]
+    assert (made[1] is totals[0], made[2] is totals[1]) == (True, True)
+    ours = verify_from_probs(target[0], drafts, seeds=1, positions=0, rule="rejection", backend="eager")
+    assert (ours.num_emitted.item(), ours.num_accepted.item(), ours.num_matching.item()) == (
+        *(emitted + 1, emitted),
+        accepted,
+    )
 
 
 def test_the_first_token_has_the_law_of_the_target(eager, generator):

@@ -45,7 +45,6 @@ class Compilations:
     """Counts the calls of ``torch.compile`` and keeps their options."""
 
     def __init__(self) -> None:
-        """None yet."""
         self.options: list[dict[str, Any]] = []
         self._compile = torch.compile
 

@@ -25,32 +25,36 @@ from tools.kernels.steps import step_of
 
 def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:
     """``tiles`` of the code that Inductor generates for a stage."""
-    pytest.importorskip("triton")
     with for_a_gpu(), nullcontext() if tiled else mock.patch.object(stage_code, "is_gpu", return_value=False):
         (found,) = generated(lambda run: run(stage, *tensors, **static), "triton")
     assert found.code is not None
     return tiles(found.code)
 
 
-def test_kernels_of_several_rows_have_the_tiles_of_the_table():
-    packed = torch.arange(8 * 512).view(8, 512)
-    assert tuning_of(rank).tile == Tile(4096, 4)
-    assert tiles_of(rank, packed) == [("8", "4")]
-    assert tiles_of(rank, packed, tiled=False) == []
-    assert tuning_of(all_coarser).tile == Tile(1024, 4)
-    assert tiles_of(all_coarser, torch.zeros(8, 2374, dtype=torch.int32), ratio=8) == [("128", "4")]
+PACKED, X = torch.arange(8 * 512).view(8, 512), torch.randn(8, 2000)
+BY_BITS = {"vocab_size": 2000, "by_bits": True}
+TILED = {
+    "a tile": (rank, PACKED, {}, [("8", "4")]),
+    "another": (all_coarser, torch.zeros(8, 2374, dtype=torch.int32), {"ratio": 8}, [("128", "4")]),
+    "of its block": (order_maxima, X, {**BY_BITS, "block": 1024, "slices": 8}, [("2", "2")]),
+    "of other blocks": (order_maxima, X, {**BY_BITS, "block": 64, "slices": 4}, [("32", "4")]),
+    "none of one row": (rank, PACKED[:1], {}, []),
+    "none of what registers do not hold": (
+        *(order_maxima, torch.randn(8, 40_000), {"vocab_size": 40_000, "block": 65_536}),
+        [],
+    ),
+}
+"""A stage, its tensor and arguments, and the tiles of the table: XBLOCK and warps."""
 
 
-def test_a_pass_may_have_tiles_for_its_blocks():
-    x = torch.randn(8, 2000)
-    tuned = tuning_of(order_maxima)
-    assert (tuned.tile_by_block[1024], tuned.tile) == (Tile(256, 2), Tile(512, 4))
-    assert tiles_of(order_maxima, x, vocab_size=2000, block=1024, slices=8, by_bits=True) == [("2", "2")]
-    assert tiles_of(order_maxima, x, vocab_size=2000, block=64, slices=4, by_bits=True) == [("32", "4")]
+@pytest.mark.parametrize("what", TILED)
+def test_kernels_have_the_tiles_of_the_table(what):
+    stage, tensor, static, wanted = TILED[what]
+    assert tiles_of(stage, tensor, **static) == wanted
+    assert tiles_of(stage, tensor, tiled=False, **static) == []
 
 
 def test_a_single_row_has_tiles_of_its_own():
-    assert tiles_of(rank, torch.arange(512).view(1, 512)) == []
     assert tuning_of(race_maxima).tile_of_one_row == Tile(256, 1)
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(1, dtype=torch.int64)
     rows = gather_rows(RowSlots(table, slots, slots), stream=0)
@@ -66,10 +70,6 @@ def test_a_few_rows_have_their_blocks_weighed_each_alone(monkeypatch):
     assert tiles_of(unfiltered_weights, *tensors, **static) == [("2", "1")]
     monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: SMALL_ROWS)
     assert tiles_of(unfiltered_weights, *tensors, **static) == [("1", "1")]
-
-
-def test_a_reduction_too_long_for_registers_is_left_to_inductor():
-    assert tiles_of(order_maxima, torch.randn(8, 40_000), vocab_size=40_000, block=65_536) == []
 
 
 def test_classes_of_rows_share_kernels_on_a_gpu_alone():
@@ -97,7 +97,6 @@ def test_classes_of_rows_share_kernels_on_a_gpu_alone():
     ),
 )
 def test_stages_that_are_declared_the_same_have_the_same_code_for_few_and_for_many_rows(mode, stages, monkeypatch):
-    pytest.importorskip("triton")
     codes = []
     with for_a_gpu():
         step = step_of(mode, 40, 60_000)

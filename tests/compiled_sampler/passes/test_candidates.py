@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.core.order import MASKED_KEY, key_float, order_key, pack, packed_id, packed_key
+from compiled_sampler.core.order import MASKED_KEY, key_float, packed_id, packed_key
 from compiled_sampler.core.stage import call
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
@@ -31,6 +31,7 @@ from compiled_sampler.passes.maxima import coarser_keys, order_maxima
 from compiled_sampler.pipeline.schedule import schedule_for
 from compiled_sampler.pipeline.search import ordered_candidates
 from tests.builders.inputs import VOCAB_SIZES
+from tests.builders.masks import stages_watched
 from tests.for_a_gpu import gpu_schedule
 from tests.oracles import oracle
 
@@ -52,29 +53,17 @@ def first_ids(logits: torch.Tensor, vocab_size: int, capacity: int = 64) -> list
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype"), [*((size, torch.float32) for size in VOCAB_SIZES), (600, torch.bfloat16)]
+    ("vocab_size", "dtype", "capacity"),
+    [
+        *((size, torch.float32, 64) for size in VOCAB_SIZES),
+        *((size, torch.bfloat16, 64) for size in (600, 151_936)),
+        *((5000, torch.bfloat16, capacity) for capacity in (1, 63, 256)),
+    ],
 )
-def test_the_first_tokens_are_the_oracles(vocab_size, dtype, generator):
+def test_the_first_tokens_are_the_oracles(vocab_size, dtype, capacity, generator):
     logits = torch.randn(3, vocab_size, generator=generator).to(dtype)
-    assert first_ids(logits, vocab_size) == [oracle.order(row)[:64] for row in logits.tolist()]
-
-
-@pytest.mark.parametrize("vocab_size", [151_936])
-def test_large_rows_are_exact(vocab_size, generator):
-    logits = torch.randn(2, vocab_size, generator=generator).to(torch.bfloat16)
-    packed = pack(order_key(logits.float()), torch.arange(vocab_size, dtype=torch.int32))
-    assert first_ids(logits, vocab_size) == packed_id(packed.sort(-1, descending=True).values[:, :64]).tolist()
-
-
-@pytest.mark.parametrize("capacity", [1, 63, 256])
-def test_any_capacity_is_exact(capacity, generator):
-    logits = torch.randn(2, 5000, generator=generator).to(torch.bfloat16)
-    assert first_ids(logits, 5000, capacity) == [oracle.order(row)[:capacity] for row in logits.tolist()]
-
-
-@pytest.mark.parametrize("vocab_size", [129, 5000])
-def test_a_row_of_ties_gives_the_lowest_ids(vocab_size):
-    assert first_ids(torch.zeros(1, vocab_size), vocab_size) == [list(range(64))]
+    logits[0] = 0.0  # of ties the lowest ids are first
+    assert first_ids(logits, vocab_size, capacity) == [oracle.order(row)[:capacity] for row in logits.tolist()]
 
 
 @given(st.integers(1, 700), st.integers(1, 64), st.randoms(use_true_random=False))
@@ -113,16 +102,10 @@ SHORT_IN_TWO = "all_coarser choose child_tokens choose child_tokens choose"
     ],
 )
 def test_a_level_of_blocks_of_few_parts_is_one_stage_but_beside_a_pass_over_rows(rows, vocab_size, weighs, levels):
-    ran = []
-
-    def run(stage, *tensors, **static):
-        ran.append(stage.__name__)
-        return stage(*tensors, **static)
-
-    logits = torch.randn(rows, vocab_size)
+    ran, logits = list[str](), torch.randn(rows, vocab_size)
     keys = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     schedule = gpu_schedule(Mode("test", vocab_size, capacity=64, beyond_candidates=weighs), rows)
-    found = ordered_candidates(schedule, logits, keys, run)
+    found = ordered_candidates(schedule, logits, keys, stages_watched(ran))
     assert " ".join(ran) == f"{levels} sort"
     assert packed_id(found).tolist() == logits.sort(dim=-1, descending=True, stable=True).indices[:, :64].tolist()
 

@@ -131,7 +131,6 @@ def test_edits_of_the_user_tell_the_maxima_behind_all_that_comes_before(params, 
 @pytest.mark.parametrize("names", [False, True])
 @pytest.mark.parametrize("stage", [masked_with_maxima, customized_with_maxima])
 def test_the_copy_and_its_maxima_are_one_kernel(stage, names):
-    pytest.importorskip("triton")
     with_masks, _ = masked_inputs("top_k_top_p[64]", "both", 640)
     static = {**gpu_schedule(modes_by_name(640)["full"], len(with_masks.logits)).copied.reduction, "names": names}
     (words, slots), allowed = (with_masks.edits.token_bitmask, with_masks.slots), with_masks.edits.tables.allowed

@@ -173,17 +173,6 @@ def test_the_denormal_mode_of_the_thread_changes_nothing(wanted):
     assert differing(found, before) == []
 
 
-@pytest.mark.parametrize("of", LAWS)
-def test_a_kept_token_has_a_rank_of_at_most_the_number_kept(of):
-    inputs, _, _ = hard_batch()
-    ids = torch.randint(V, inputs.slots.shape, generator=torch.Generator().manual_seed(6))
-    wanted = Logprobs(of=of, rank=True, num_kept=True)
-    found = logprobs(full_mode(V), inputs, ids, wanted)
-    is_kept = logprobs(full_mode(V), inputs, ids, Logprobs(of="filtered", top=V)).top_token_ids.eq(ids[:, None]).any(-1)
-    assert torch.equal(is_kept, (found.rank > 0) & (found.rank <= found.num_kept))
-    assert 0 < int(is_kept.sum()) < len(ids)
-
-
 def test_a_token_without_integer_weight_has_a_logprob():
     least = torch.finfo(torch.float32).min
     row = torch.tensor([[0.0, -60.0, -1e4, -1e38, -3e38, least]])  # the last two, scaled, exceed a float
@@ -213,38 +202,12 @@ def test_beside_infinite_logits_only_such_tokens_have_a_logprob(temperature, wan
     assert abs(found.entropy.item() - math.log(2.0)) <= 1e-5
 
 
-@pytest.mark.parametrize("value", [-math.inf, math.nan])
-@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_a_row_without_tokens_has_nothing(value, wanted):
-    inputs = sample_inputs(torch.full((len(PARAMS), V), value), PARAMS)
-    found = logprobs(full_mode(V), inputs, torch.full((len(PARAMS),), -1), wanted)
-    assert all((each == (-math.inf if each.is_floating_point() else -1)).all() for each in found)
-
-
 def test_what_is_no_token_has_no_logprob(generator):
     inputs = sample_inputs(torch.randn(4, V, generator=generator), PARAMS[:4])
     for ids in ([-1, V, V + 5, -7], [2**31 - 1, -(2**40), V, -1]):
         found = logprobs(full_mode(V), inputs, torch.tensor(ids), Logprobs(rank=True))
         assert (found.token == -math.inf).all()
         assert (found.rank == -1).all()
-
-
-@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_columns_beyond_the_vocabulary_are_not_read(wanted, generator):
-    raw, _ = tied_rows(V, generator)
-    tokens, poison = torch.arange(len(raw)), torch.tensor([math.nan, math.inf, 3e38]).expand(len(raw), -1)
-    inputs = sample_inputs(raw, PARAMS)
-    wide = inputs._replace(logits=torch.cat([raw, poison], 1))
-    assert differing(*(logprobs(full_mode(V), each, tokens, wanted) for each in (inputs, wide))) == []
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_short_floats_count_as_their_values(dtype, wanted, generator):
-    raw = tied_rows(V, generator)[0].to(dtype)
-    tokens = torch.arange(len(raw))
-    narrow, wide = (logprobs(full_mode(V), sample_inputs(x, PARAMS), tokens, wanted) for x in (raw, raw.float()))
-    assert differing(narrow, wide) == []
 
 
 RAW, PROCESSED, FILTERED = EVERYTHING

@@ -22,7 +22,6 @@ from tests.chunked import eager_scratch_of
 from tests.for_a_gpu import gpu_schedule
 from tests.tiers import tiers
 from tools.bench.memory import scratch_bytes, steps
-from tools.kernels.launches import for_a_gpu
 
 V = 1000
 
@@ -64,18 +63,6 @@ def test_races_of_many_rows_and_many_logits_are_bounded(rows, vocab_size, plain,
         mode = modes_by_name(vocab_size)[name]
         assert gpu_schedule(mode, rows).races_by_bounds == bounded
         assert not schedule_for(mode, rows, torch.device("cpu")).races_by_bounds
-
-
-def test_masks_are_read_on_a_gpu_in_every_mode():
-    def with_masks(mode, rows):
-        return schedule_for(mode, rows, torch.device("cpu"), is_edited=True, has_masks=True)
-
-    for mode in modes_by_name(151_936).values():
-        for rows in (8, 128):
-            with for_a_gpu():
-                made = with_masks(mode, rows)
-            assert (made.reads_masks, made.races_by_bounds) == (True, gpu_schedule(mode, rows).races_by_bounds)
-            assert not with_masks(mode, rows).reads_masks  # in C++
 
 
 MODES = list(modes_by_name(1000))

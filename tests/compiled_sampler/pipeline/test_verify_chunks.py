@@ -161,7 +161,6 @@ class Largest(TorchDispatchMode):
     """The most elements of a tensor that an operation made."""
 
     def __init__(self) -> None:
-        """None yet."""
         super().__init__()
         self.elements = 0
 

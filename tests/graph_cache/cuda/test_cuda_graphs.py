@@ -142,7 +142,6 @@ class Waiting:
     """``score``, which waits for the device in the middle when told to."""
 
     def __init__(self) -> None:
-        """Waits."""
         self.waits = True
 
     def __call__(self, logits: Tensor, scale: Tensor, shift: Tensor) -> Scores:

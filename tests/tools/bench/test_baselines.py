@@ -39,19 +39,6 @@ def test_baselines_draw_from_the_same_law(case: Case) -> None:
         detects(chi_square(np.bincount((tokens + 1) % V, minlength=V), wanted))
 
 
-@pytest.mark.parametrize(
-    "case", [each for each in CASES.values() if not each.params.is_greedy], ids=lambda case: case.name
-)
-def test_sorted_filters_keep_what_the_library_keeps(case: Case) -> None:
-    logits = batch_of(case, 4).logits
-    wanted = law_of(case, logits)
-    law = baselines.sorted_probs(case.params, logits)
-    torch.testing.assert_close(law, wanted, atol=1e-5, rtol=1e-3)
-    if case.params.top_k == 0 and case.params.top_p == 1.0:
-        probs = baselines.min_p_kept(case.params, torch.softmax(logits / case.params.temperature, -1))
-        torch.testing.assert_close(probs / probs.sum(-1, keepdim=True), wanted, atol=1e-5, rtol=1e-3)
-
-
 @pytest.mark.parametrize("one_hot", [True, False])
 def test_the_torch_verifier_accepts_what_the_target_drew_and_rejects_what_it_cannot(one_hot: bool) -> None:
     params = dataclasses.replace(VERIFY_CASES["match, k 50 + p .9"].params, top_k=2, top_p=1.0)

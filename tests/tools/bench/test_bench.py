@@ -13,7 +13,7 @@ from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import mode_table, uncovered
 from tools.bench import __main__ as bench
 from tools.bench import runs
-from tools.bench.batches import Batch, WrongAnswer, check, eager, joined, sampling_batch, tune, verification_batch
+from tools.bench.batches import Batch, WrongAnswer, check, eager, sampling_batch, tune, verification_batch
 from tools.bench.cases import CASES, NUM_DRAFTS, TARGET_VOCAB_SIZE, VERIFY_CASES, Case
 from tools.bench.cells import Cell, cells_of
 from tools.bench.floors import Rates
@@ -78,14 +78,6 @@ def test_every_case_can_be_tuned_and_a_verification_be_set_against_sampling() ->
         tune(one.sampler, slot, case, 2)
     case = VERIFY_CASES["match, no_filter"]
     assert one._sampler_us(case, 2, batch_of(case, 4)) > 0
-
-
-def test_requests_of_a_batch_keep_their_rows() -> None:
-    batch = batch_of(VERIFY_CASES["match, no_filter"], 5)
-    parts = list(batch.split(2))
-    assert [part.num_requests for part in parts] == [2, 2, 1]
-    for whole, pieces in zip(batch, zip(*parts, strict=True), strict=True):
-        assert torch.equal(whole, joined([(piece,) for piece in pieces])[0])
 
 
 def test_every_mode_serves_a_case() -> None:

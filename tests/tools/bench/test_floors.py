@@ -17,7 +17,7 @@ from compiled_sampler.pipeline.sample import draw_tokens
 from tests.builders.inputs import modes_by_name, slot_table
 from tests.for_a_gpu import schedule_by_bounds
 from tools.bench.batches import eager, sampling_batch, verification_batch
-from tools.bench.cases import CASES, TARGET_VOCAB_SIZE, VERIFY_CASES
+from tools.bench.cases import CASES
 from tools.bench.floors import (
     HOPPER_LANES_PER_US,
     SMALL,
@@ -26,10 +26,8 @@ from tools.bench.floors import (
     Work,
     chain_of,
     floor,
-    work_of,
 )
 
-MANY_US = 128 * 151_936 / HOPPER_LANES_PER_US  # of an instruction for each logit of 128 rows
 H200 = Rates(4.8e6, HOPPER_LANES_PER_US, {1: 1.0, 64: 1.5})
 
 
@@ -48,24 +46,6 @@ def test_the_floor_is_what_passes_take_and_the_launches_besides(work: Work, expe
     bound = floor(work, H200)
     assert (bound.us, bound.kind) == (pytest.approx(expected[0]), expected[1])
     assert floor(work, H200._replace(num_instructions=None)).kind != "instructions"
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "chain", "us", "kind"),
-    [
-        ("greedy", 1, Chain(2), 151_936 * 4 / 4.8e6 + 1.2 + 1.0, "launches"),
-        ("no_filter", 128, Chain(3, (), ("score",)), 58.5 * MANY_US + 3 * 1.5, "instructions"),
-        ("min_p .05", 128, Chain(4, (), ("order", "score")), 68.0 * MANY_US + 4 * 1.5, "instructions"),
-    ],
-)
-def test_floors_of_cells_on_an_h200(name: str, rows: int, chain: Chain, us: float, kind: str) -> None:
-    bound = floor(work_of(CASES[name], rows, TARGET_VOCAB_SIZE, 4, chain), H200)
-    assert (bound.us, bound.kind) == (pytest.approx(us), kind)
-
-
-def test_draft_probabilities_are_read_too_and_only_final_rows_are_drawn_from() -> None:
-    work = work_of(VERIFY_CASES["rejection by probabilities, no_filter"], 2, 10, 2, Chain(7))
-    assert work == Work(8, 2 * 4 * 10 * 2 + 2 * 3 * 10 * 4, 2, 27.0 * 80 + 22.8 * 20, Chain(7))
 
 
 @pytest.mark.parametrize(

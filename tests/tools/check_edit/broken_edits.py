@@ -158,6 +158,10 @@ BROKEN_STATE: dict[str, tuple[Function, str, str]] = {
         "the order of the columns",
     ),
     "by batch": (lambda x, ids, rows: x + rows.state["level"][:1].float(), "aten.slice.Tensor", "other rows"),
-    "by sum": (lambda x, ids, rows: x + rows.state["bias"].sum(-1, keepdim=True).float(), "aten.sum", "other columns"),
+    "by sum": (
+        lambda x, ids, rows: x + rows.state["bias"].sum(-1, keepdim=True).float(),
+        "aten.sum.dim_IntList",
+        "other columns",
+    ),
 }
-"""The same of edits with state; of the operation the beginning of its name."""
+"""The same of edits with state."""

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from compiled_sampler.lowering.comparison import KINDS
 from tests.builders.custom_edits import EDITS
 from tests.builders.edit_states import EDITS as STATEFUL
 from tests.tiers import tiers
@@ -19,7 +18,6 @@ from tests.tools.check_edit.broken_edits import (
 )
 from tools.check_edit import __main__ as command
 from tools.check_edit import findings
-from tools.check_edit.calls import hard_rows
 
 V = 131
 EXACT = {**EDITS, **PARTED, **STATEFUL, "by_table": Stateful(by_table)}
@@ -49,10 +47,13 @@ def test_nothing_is_found_in_them_when_they_are_compiled(name):
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("name", BROKEN)
-def test_the_operation_that_breaks_the_bits_is_named(name):
-    function, operation, reason = BROKEN[name]
-    found = findings.check_edit(Written(function), vocab_size=V)
+@pytest.mark.parametrize(
+    ("kind", "function", "operation", "reason"),
+    [*((Written, *each) for each in BROKEN.values()), *((Stateful, *each) for each in BROKEN_STATE.values())],
+    ids=[*BROKEN, *(f"state {name}" for name in BROKEN_STATE)],
+)
+def test_the_operation_that_breaks_the_bits_is_named(kind, function, operation, reason):
+    found = findings.check_edit(kind(function), vocab_size=V)
     assert any(each.operation == operation and reason in each.reason for each in found), found
 
 
@@ -63,14 +64,6 @@ def test_a_history_that_is_written_is_refused():
 
     with pytest.raises(TypeError, match="edit of Reading must write into nothing that it is given, got a call in pl"):
         findings.check_edit(Reading(writes), vocab_size=V)
-
-
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("name", BROKEN_STATE)
-def test_an_operation_that_breaks_the_bits_with_state_is_named(name):
-    function, operation, reason = BROKEN_STATE[name]
-    found = findings.check_edit(Stateful(function), vocab_size=V)
-    assert any(each.operation.startswith(operation) and reason in each.reason for each in found), found
 
 
 def test_runs_alone_name_what_depends_on_other_columns():
@@ -98,16 +91,6 @@ def test_what_inductor_makes_otherwise_is_named(edit, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", wrong)
     assert [each for each, _ in findings._compiled(graph, values, call)] == ["aten.mul.Tensor"]
-
-
-def test_hard_rows_hold_what_is_hard():
-    rows = hard_rows(V)
-    assert len(rows) == len(KINDS) + 1
-    assert rows.isnan().any()
-    assert {float("inf"), -float("inf")} <= {*rows.flatten().tolist()}
-    assert ((rows != 0) & (rows.abs() < 1e-38)).any()
-    assert ((rows.abs() > 1e29) & (rows.abs() < 1e32)).any()
-    assert any(len(row.unique()) < V // 4 for row in rows if not row.isnan().any())
 
 
 @pytest.mark.usefixtures("uncompiled")

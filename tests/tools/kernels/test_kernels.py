@@ -19,7 +19,7 @@ from compiled_sampler.modes import Verification
 from tests.for_a_gpu import tiles
 from tests.tiers import tiers
 from tools.kernels.__main__ import main
-from tools.kernels.generated_code import Kernel, fallbacks, hasty, kernels, launches, moved_bytes
+from tools.kernels.generated_code import fallbacks, hasty, kernels, launches, moved_bytes
 from tools.kernels.launches import (
     FALLBACK,
     HAND_WRITTEN,
@@ -140,7 +140,6 @@ OF_LAW = {
 @pytest.fixture
 def as_on_a_gpu() -> Iterator[None]:
     """As ``for_a_gpu``."""
-    pytest.importorskip("triton")
     with for_a_gpu():
         yield
 
@@ -230,8 +229,6 @@ def ranked(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["cpp", "triton"])
 def test_a_fallback_is_found(backend):
-    if backend == "triton":
-        pytest.importorskip("triton")
     found = listed(generated(lambda run: run(ranked, torch.randn(3, 5000)), backend))
     assert [each.name for each in found if each.kind == FALLBACK] == ["torch.ops.aten.sort.stable"]
     assert len([each for each in found if each.kind != FALLBACK]) == 2
@@ -276,44 +273,22 @@ def test_a_kernel_that_does_not_wait_is_found():
         assert (hasty(code), hasty(code, looks_ahead=True)) == (found, found_ahead)
 
 
-def test_triton_source_is_read():
-    (kernel,) = kernels(TRITON_CODE)
-    pointers = ("in_ptr0", "in_ptr1", "in_out_ptr0", "out_ptr0")
-    assert kernel == Kernel(
-        "triton_per_fused_amax_0",
-        "persistent reduction",
-        (*pointers, "xnumel", "r0_numel"),
-        {"in_ptr0": 1, "in_ptr1": 1, "in_out_ptr0": 1},
-        {"r0_numel": 300},
-    )
-    assert launches(TRITON_CODE) == {kernel.name: 2}
-    assert list(fallbacks(TRITON_CODE)) == ["torch.ops.aten.sort.stable", "extern_kernels.mm", "aten.index_put_"]
-
-
 def test_a_gathered_argument_counts_a_load_for_each_point():
     (kernel,) = kernels(TRITON_CODE)
     rows, table, sums = torch.zeros(2, 300), torch.zeros(1000), torch.zeros(2)
     assert moved_bytes(kernel, (rows, table, sums, sums, 2, 300)) == (4 * (600 + 600 + 2), 4 * (2 + 2))
 
 
-def test_a_source_without_kernels_has_none():
-    code = "async_compile.wait(globals())\ndef call(args):\n    return (args[0], )\n"
-    assert (kernels(code), launches(code), fallbacks(code)) == ([], {}, {})
-
-
 def test_without_a_gpu_the_tool_lists_a_gpus_stages(monkeypatch, capsys):
-    pytest.importorskip("triton")
     monkeypatch.setattr(
         sys, "argv", ["kernels", "--mode", "top_k", "--rows", "2", "--vocab", "500", "--generate", "triton"]
     )
     main()
     lines = capsys.readouterr().out.splitlines()
-    stages = [line.split()[1] for line in lines if line.startswith("│") and line.split()[1] != "│"]
-    assert stages == ["gather_rows", "race_top_k", "draw_from_winners", "all"]
     (hand_written,) = (line for line in lines if "hand-written" in line)
     assert hand_written.split()[1] == "race_top_k"
     launches = {
         line.split()[1]: int(line.split("│")[4]) for line in lines if line.startswith("│") and line.split()[1] != "│"
     }
-    assert launches == {"gather_rows": 1, "race_top_k": 4, "draw_from_winners": 1, "all": 6}
+    assert [*launches.items()] == [("gather_rows", 1), ("race_top_k", 4), ("draw_from_winners", 1), ("all", 6)]
     assert "top_k=1000" in " ".join(lines)

@@ -361,7 +361,5 @@ ALSO_FOUND = (
     ("determinism.strides", StaticBuffer),
     ("determinism.other_work", StaticBuffer),
     ("robustness.empty_batch", Exits),
-    ("law.greedy", Undeclared),
-    ("law.greedy", DeclaresDict),
 )
 """More faults of such questions."""

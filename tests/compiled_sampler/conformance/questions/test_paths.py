@@ -51,15 +51,6 @@ def test_one_bit_is_found_among_rows_of_every_kind_each_compared_once(monkeypatc
     assert "seed 1," in count.first
 
 
-@pytest.mark.parametrize(
-    ("num_rows", "requests"), [(2000, 2000), (20_000, 20_000), (100_000, 20_000), (10**6, 200_000)]
-)
-def test_many_requests_have_the_rows_together_that_are_asked_for(num_rows, requests):
-    effort = replace(QUICK, rows=num_rows)
-    assert paths.requests_of(effort, "match") == requests
-    assert paths.requests_of(effort, "block") == requests // 10
-
-
 def test_requests_of_every_family_are_compared_once():
     works = [*paths.works(bench_of(Race, 10_000), "block")]
     assert sum(len(work.drafted.seeds) for work in works) == 1000
@@ -107,13 +98,6 @@ def test_one_ulp_changes_the_token_of_rows_at_the_edge():
     other[numbers, tokens] = torch.nextafter(moved[numbers, tokens], towards)
     assert (bench.sample(*batch._replace(logits=other)) != bench.sample(*batch._replace(logits=moved))).all()
     assert wins.tolist() == [row % 2 == 1 for row in range(200)]
-
-
-def test_keys_are_in_the_order_of_floats():
-    x = torch.tensor([-3e38, -1.0, -1e-45, -0.0, 0.0, 1e-45, 1.0, 3e38])
-    keys = rows._key(x)
-    assert keys.tolist() == sorted(keys.tolist())
-    assert rows._float(keys).tolist() == x.tolist()
 
 
 def test_rows_that_are_declared_to_raise_are_left_out():

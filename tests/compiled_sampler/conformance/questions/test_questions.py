@@ -71,6 +71,7 @@ def test_a_right_sampler_that_writes_its_logits_fails_one_question_unless_it_dec
 @pytest.mark.parametrize("target", [broken_adapters.Undeclared, broken_adapters.DeclaresDict])
 def test_what_is_declared_wrongly_is_named(target):
     result = ask(bench_of(target), *chosen(["law.greedy"]))
+    assert result.outcome is Outcome.FAILED
     got = "nothing" if target is broken_adapters.Undeclared else "dict"
     assert f"must declare `semantics = Semantics(...)`, got {got}" in result.detail
 

@@ -131,7 +131,6 @@ class Collected(BaseStreamer):
     """Keeps what it is given, and None at the end."""
 
     def __init__(self) -> None:
-        """Keep nothing yet."""
         self.parts: list[list[int] | None] = []
 
     def put(self, value: torch.Tensor) -> None:

@@ -32,7 +32,6 @@ class Slots:
     """The requests of batches in the slots of a sampler."""
 
     def __init__(self) -> None:
-        """Hold none."""
         config = v1_runner().vllm_config
         config.model_config.seed, config.model_config.max_model_len = 0, 31
         given = 50, 3, torch.zeros(1, 50), Settings(backend="eager"), torch.int32

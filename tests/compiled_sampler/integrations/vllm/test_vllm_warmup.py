@@ -140,7 +140,6 @@ class Runner:
     """A key of the adapter's table, whose dummy run says how many rows it had."""
 
     def __init__(self, order: list[str]) -> None:
-        """Note rows in a list."""
         self._order = order
 
     def _dummy_run(self, num_tokens: int) -> tuple[None, Tensor]:

@@ -457,12 +457,6 @@ def test_a_spec_is_everything_but_the_numbers(tensor):
     assert made.untyped_storage().nbytes() == 0
 
 
-def test_a_call_keeps_the_form_of_its_arguments():
-    call = StageCall.of(order_maxima, (LOGITS, None, (LOGITS[:1],)), STATIC)
-    first, nothing, (second,) = call.made()
-    assert (first.shape, nothing, second.shape) == ((3, 129), None, (1, 129))
-
-
 def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memory():
     table = DraftTable(torch.zeros(5, 2, 7))
     call = StageCall.of(order_maxima, (table, LOGITS), STATIC)

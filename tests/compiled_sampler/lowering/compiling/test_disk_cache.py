@@ -212,8 +212,16 @@ def test_other_triton_kernels_of_the_process_are_neither_stored_nor_replaced(fol
     assert len(kept(folder)) == 1
 
 
-def test_what_cannot_be_stored_is_compiled_all_the_same(folder):
-    with mock.patch.object(compilation, "_no_triton_kernels", side_effect=RuntimeError("cannot be serialised")):
+@pytest.mark.parametrize(
+    ("owner", "name", "planted"),
+    [
+        (compilation, "_no_triton_kernels", mock.Mock(side_effect=RuntimeError("cannot be serialised"))),
+        (disk_cache, "tempfile", mock.Mock(TemporaryDirectory=mock.Mock(side_effect=OSError("no space left")))),
+    ],
+    ids=["not serialised", "a full disk"],
+)
+def test_what_cannot_be_stored_is_compiled_all_the_same(folder, owner, name, planted):
+    with mock.patch.object(owner, name, planted):
         assert compilations(torch.randn(3, 5)) == 1
     assert kept(folder) == []
 
@@ -227,12 +235,6 @@ def test_a_file_for_other_numbers_of_rows_is_left_alone(folder):
         assert compilations(torch.randn(3, 5)) == 1
     assert not loaded.called
     assert file.read_bytes() == before
-
-
-def test_a_full_disk_keeps_nothing_and_harms_nothing(folder):
-    with mock.patch.object(disk_cache.tempfile, "TemporaryDirectory", side_effect=OSError("no space left")):
-        assert compilations(torch.randn(3, 5)) == 1
-    assert kept(folder) == []
 
 
 def test_a_loaded_stage_keeps_its_bits_and_is_not_traced():

@@ -146,7 +146,6 @@ def test_what_rows_need_is_read_before_the_wait_and_nothing_else():
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_generated_code_reads_slots_and_needs_before_it_waits_and_keys_afterwards(rows):
-    pytest.importorskip("triton")
     assert tuning_of(first_from_blocks).ahead_rows
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(rows, dtype=torch.int64)
     blocks = BlockMaxima(*(torch.zeros(rows, 40, dtype=torch.int32) for _ in range(3)))
@@ -158,7 +157,6 @@ def test_generated_code_reads_slots_and_needs_before_it_waits_and_keys_afterward
 
 
 def test_generated_code_of_a_row_too_long_for_registers_is_valid_and_waits_first():
-    pytest.importorskip("triton")
     table, slots = slot_table([SamplingParams(seed=1)], 400_000), torch.zeros(1, dtype=torch.int64)
     blocks = BlockMaxima(*(torch.zeros(1, 8_000, dtype=torch.int32) for _ in range(3)))
     static = {"vocab_size": 400_000, "block": 50}
@@ -180,7 +178,6 @@ def test_inductor_makes_its_own_kernels_again_afterwards():
 
 
 def test_generated_code_marks_every_load_of_logits_and_no_other():
-    pytest.importorskip("triton")
     assert tuning_of(race_maxima).streams
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(8, dtype=torch.int64)
     rows = gather_rows(RowSlots(table, slots, slots), stream=0)
@@ -196,7 +193,6 @@ def test_generated_code_marks_every_load_of_logits_and_no_other():
 
 
 def test_the_gathering_of_rows_lets_the_next_start_at_once():
-    pytest.importorskip("triton")
     assert tuning_of(gather_rows).launches_next_promptly
     table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(8, dtype=torch.int64)
     with for_a_gpu():
