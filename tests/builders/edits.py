@@ -1,8 +1,9 @@
 """Requests with edits, drawn at random, and what the slow truth makes of their logits."""
 
+import contextlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +58,16 @@ class Request(NamedTuple):
     def added(self, sampler: Sampler) -> int:
         """The slot that it gets."""
         return sampler.add_request(self.params, self.prompt, self.output)
+
+
+@contextlib.contextmanager
+def added_to(requests: Sequence[Request], *samplers: Sampler) -> Iterator[list[tuple[Sampler, list[int]]]]:
+    """Each sampler with the slots of the requests, which are removed afterwards."""
+    sides = [(sampler, [each.added(sampler) for each in requests]) for sampler in samplers]
+    yield sides
+    for sampler, slots in sides:
+        for slot in slots:
+            sampler.remove_request(slot)
 
 
 def random_request(source: random.Random, vocab_size: int, edits: Sequence[str] = EDITS) -> Request:

@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
@@ -17,8 +18,10 @@ from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.modes import RULES
 from tests.cases.hard_rows import Batch
 from tests.graph_cache.recorded import RecordingBackend
+from tests.no_waits import no_waits
 
 Outputs = SampleOutputs | VerifyOutputs
+Results = TypeVar("Results")
 V, SHARED_SLOTS = 129, 128
 """Of samplers whose sizes do not matter: what is compiled for one is on disk for others, and V for the self-check."""
 
@@ -46,6 +49,15 @@ def replay_recordings(sampler: Sampler) -> RecordingBackend:
     sampler._runner.backend = "graph"
     sampler._runner._cache._backend = backend = RecordingBackend()
     return backend
+
+
+def capturing(make: Callable[..., Sampler], device: torch.device, rows: int, **options: Any) -> Sampler:
+    """``make(backend, rows, **options)``, whose steps are captured: graphs on a GPU, recordings on the CPU."""
+    if device.type == "cuda":
+        return make("graph", rows, device=device, **options)
+    made = make("eager", rows, **options)
+    replay_recordings(made)
+    return made
 
 
 def verifying_sampler(backend: str, vocab_size: int, params: Sequence[SamplingParams], width: int) -> Sampler:
@@ -126,6 +138,24 @@ def wanted_of(reference: Sampler, slots: Sequence[int], logits: Tensor, position
     return reference.sample(reference.plan(slots), logits.cpu(), positions.cpu())
 
 
+def captured(step: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Results]:
+    """An engine's own graph around a step, and the results that each replay writes."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
+@contextlib.contextmanager
+def neither_waits_nor_allocates() -> Iterator[None]:
+    """Within, the host waits for no device, and memory of the GPU is not taken."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with no_waits():
+        yield
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
 class EngineGraph:
     """An engine's own graph around ``sample``; logits, slots and positions are what it reads at each replay."""
 
@@ -135,9 +165,8 @@ class EngineGraph:
         self.positions = torch.zeros(rows, dtype=torch.int64, device=sampler.device)
         plan = sampler.plan([-1] * rows, mode)
         self.slots = plan.slot_ids.clone()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.out = sampler.sample(dataclasses.replace(plan, slot_ids=self.slots), self.logits, self.positions)
+        plan = dataclasses.replace(plan, slot_ids=self.slots)
+        self.graph, self.out = captured(lambda: sampler.sample(plan, self.logits, self.positions))
 
     def __call__(self, batch: Batch) -> SampleOutputs:
         """The results of one replay, on the CPU."""
@@ -152,6 +181,12 @@ def same(left: Outputs, right: Outputs) -> bool:
     return type(left) is type(right) and all(
         a is b or (a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())) for a, b in zip(left, right, strict=True)
     )
+
+
+def emptied(results: Results) -> Results:
+    """Tensors like those of results, which hold what no result is."""
+    made: Results = tree_map_only(Tensor, lambda each: torch.full_like(each, -7), results)
+    return made
 
 
 def new_outputs(rows: int, device: torch.device | str = "cpu") -> SampleOutputs:

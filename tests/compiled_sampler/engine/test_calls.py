@@ -1,7 +1,5 @@
 """Calls like one that was checked run without a check: the same tokens, and still every wrong argument is refused."""
 
-import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -61,28 +59,6 @@ def sampler(request: pytest.FixtureRequest) -> Sampler:
 @pytest.fixture
 def reference() -> Sampler:
     return sampler_of("eager")
-
-
-LOGITS: dict[str, Callable[[], Tensor]] = {
-    "rows": lambda: torch.randn(R, V),
-    "wider": lambda: torch.randn(R, V + 5),
-    "strided": lambda: torch.randn(2 * R, V)[::2],
-    "requires grad": lambda: torch.randn(R, V, requires_grad=True),
-}
-
-
-def test_calls_in_any_order_draw_what_a_new_sampler_draws(sampler, reference):
-    buffers = {name: make() for name, make in LOGITS.items()}
-    outs = [None, new_out(), new_out()]
-    positions = [torch.arange(R), torch.arange(2 * R)[::2]]
-    for names in ("rows", "wider", "rows"), ("strided", "requires grad", "rows"):
-        for name, where, out in itertools.product(names, positions, outs):
-            with torch.no_grad():
-                buffers[name].normal_()
-            for slots in ([0, 1, 2, 3], [3, -1, 1, 0], [2, 2, 2, 2]):
-                found = sampler.sample(sampler.plan(slots), buffers[name], where, out)
-                assert out is None or found is out
-                assert same(found, reference.sample(reference.plan(slots), buffers[name], where))
 
 
 def test_what_was_asked_before_is_not_checked_again(sampler, monkeypatch):
@@ -208,17 +184,6 @@ def test_one_row_may_have_any_strides(reference):
     assert same(found.drawn, drafted.drawn)
     assert torch.equal(sampler.probs(plan, logits), reference.probs(own, logits))
     assert sampler.statistics().direct_runs == 0
-
-
-def test_results_do_not_overwrite_the_slots_of_the_engine(sampler):
-    slots = torch.arange(R)
-    plan = dataclasses.replace(sampler.plan([0, 1, 2, 3]), slot_ids=slots)
-    logits, positions = torch.randn(R, V), torch.arange(R)
-    sampler.sample(plan, logits, positions, new_out())
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"out.token_ids must have memory of its own"):
-            sampler.sample(plan, logits, positions, new_out()._replace(token_ids=slots))
-    sampler.sample(plan, logits, positions, new_out())
 
 
 # Uploads of added requests.

@@ -139,22 +139,22 @@ def test_denormals_of_16_bits_are_the_same_in_any_mode(batch):
     assert_in_no_mode_different(wanted, lambda: drawn(sampler, BATCHES[batch], logits))
 
 
-@pytest.mark.parametrize(("batch", "rule"), tiers(VERIFIED[::4], VERIFIED))
-@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize(
+    ("backend", "batch", "rule"),
+    tiers(
+        [(backend, *pair) for backend in ("eager", "reference") for pair in VERIFIED[::4]],
+        [
+            *((backend, *pair) for backend in ("eager", "reference") for pair in VERIFIED),
+            *(("compiled", *pair) for pair in (("greedy beside others", "rejection"), ("top_p", "block"))),
+        ],
+    ),
+)
 def test_verified_drafts_are_the_same_in_any_mode(backend, batch, rule):
     sampler = shared_sampler(V, backend=backend)
     for given in (2, 3)[: 1 + (rule != "match")]:
         arguments = (BATCHES[batch], rule, drafted()[:given])
         wanted = verified(shared_sampler(V, backend="reference"), *arguments)
         assert_in_no_mode_different(wanted, lambda arguments=arguments: verified(sampler, *arguments))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("batch", "rule"), [("greedy beside others", "rejection"), ("top_p", "block")])
-def test_compiled_verification_is_the_same_in_any_mode(batch, rule):
-    arguments = (BATCHES[batch], rule, drafted())
-    wanted = verified(shared_sampler(V, backend="reference"), *arguments)
-    assert_in_no_mode_different(wanted, lambda: verified(shared_sampler(V), *arguments))
 
 
 @pytest.mark.parametrize("kind", KINDS)

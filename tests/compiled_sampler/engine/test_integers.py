@@ -88,16 +88,6 @@ def test_verifications_are_the_same_for_each_mixture_of_dtypes(sampler, rule, wi
         assert torch.equal(sampler.probs(given, rows)[: len(logits)], sampler.probs(plan, logits))
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_handles_belong_to_counts_of_32_bits(sampler, rule):
-    full, where = sampler.plan(range(N), "full", [K] * N), torch.arange(N)
-    handles = [sampler.draft(full, logits_of(N, 5 + j), where + j, coupled=False, offset=j) for j in range(K)]
-    logits = logits_of(full.num_rows)
-    wide, narrow = (dataclasses.replace(full, draft_counts=torch.tensor(COUNTS, dtype=each)) for each in DTYPES)
-    found, wanted = (sampler.verify(its, logits, handles, where, rule) for its in (narrow, wide))
-    assert same(found, wanted)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batches_without_rows(sampler, dtype):
     where = torch.empty(0, dtype=dtype)
@@ -109,20 +99,6 @@ def test_batches_without_rows(sampler, dtype):
     wanted = sampler.verify(none, logits_of(N), torch.empty(N, 0, dtype=torch.int64), torch.arange(N))
     found = sampler.verify(none, logits_of(N), torch.empty(N, 0, dtype=dtype), torch.arange(N).to(dtype))
     assert same(found, wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.int16, torch.float32])
-def test_other_dtypes_are_refused(sampler, dtype):
-    plan, planned, logits = sampler.plan(range(N)), sampler.plan(range(N), num_drafts=COUNTS), logits_of(N)
-    where, rows, words = torch.arange(N), logits_of(planned.num_rows), f"torch.int64 or torch.int32, got {dtype}"
-    for _ in range(2):
-        sampler.sample(plan, logits, where)
-        with pytest.raises(TypeError, match=f"positions must be {words}; convert"):
-            sampler.sample(plan, logits, where.to(dtype))
-        with pytest.raises(TypeError, match=f"draft_token_ids must be {words}; convert"):
-            sampler.verify(planned, rows, drafts_of().to(dtype), where)
-        with pytest.raises(TypeError, match=f"plan.slot_ids must be {words}; convert"):
-            sampler.sample(with_slots(plan, dtype), logits, where)
 
 
 def test_a_known_call_is_of_one_dtype(sampler):
@@ -234,17 +210,3 @@ def test_all_results_as_columns_of_one_buffer_of_words(sampler):
         with pytest.raises(ValueError, match=r"out\.\w+ must have memory of its own, got that of out\.\w+; allocate"):
             sampler.verify(plan, logits, drafts, where, out=out._replace(**{name: other}))
         assert torch.equal(packed, before)
-
-
-def test_results_of_32_bits_do_not_overwrite_inputs_of_32_bits(sampler):
-    plan, memory = sampler.plan(range(N), "full"), torch.arange(3 * N, dtype=torch.int32)
-    where, logits, before = memory[:N], logits_of(N), memory.clone()
-    for start, fits in ((0, False), (N - 1, False), (N, True), (0, False)):
-        out = outputs(SampleOutputs, N, torch.int32)._replace(token_ids=memory[start : start + N])
-        if fits:
-            assert holds(sampler.sample(plan, logits, where, out), sampler.sample(plan, logits, torch.arange(N)))
-            memory.copy_(before)
-            continue
-        with pytest.raises(ValueError, match=r"out\.token_ids must have memory of its own, got that of an input"):
-            sampler.sample(plan, logits, where, out)
-        assert torch.equal(memory, before)

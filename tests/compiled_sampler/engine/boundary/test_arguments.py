@@ -1,8 +1,6 @@
 """Every mistake at the boundary is named with its value and the way out, and leaves the sampler as it was."""
 
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +11,8 @@ from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, PROCESSED, PROPOSALS
 from tests.builders.sampler import REQUESTS, new_outputs, same
 
 V, R = 8, 3
+OUT = new_outputs(R)
+NESTED = torch.nested.nested_tensor([torch.zeros(V)] * R, layout=torch.jagged)
 
 
 @pytest.fixture
@@ -74,11 +74,8 @@ def test_cuda_is_refused_where_torch_finds_none(monkeypatch):
         Sampler(V, 4, device="cuda")
 
 
-def test_the_largest_vocabulary_is_allowed():
+def test_the_largest_vocabulary_and_sizes_of_numpy_are_taken():
     assert Sampler(MAX_VOCAB_SIZE, 1, backend="eager").vocab_size == MAX_VOCAB_SIZE
-
-
-def test_sizes_of_numpy_are_sizes():
     sampler = Sampler(np.int64(V), np.int32(4), backend="eager", buckets=np.array([1, 4]))
     assert type(sampler.vocab_size) is int
     assert sampler.plan([sampler.add_request(REQUESTS["full"])]).slots == (0,)
@@ -141,76 +138,50 @@ def engine() -> SimpleNamespace:
     return SimpleNamespace(sampler=sampler, plan=plan, logits=logits, positions=positions, wanted=wanted)
 
 
-@pytest.fixture
-def refused(engine: SimpleNamespace) -> Iterator[Callable[..., str]]:
-    """Calls ``sample`` with something wrong; returns the message. Afterwards the same call without it works."""
-
-    def call(error: type[Exception], **changed: Any) -> str:
-        arguments = {"plan": engine.plan, "logits": engine.logits, "positions": engine.positions} | changed
-        with pytest.raises(error) as caught:
-            engine.sampler.sample(**arguments)
-        return str(caught.value)
-
-    yield call
-    assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions), engine.wanted)
-
-
 @pytest.mark.parametrize(
-    ("logits", "error", "words"),
+    ("name", "given", "error", "words"),
     [
-        ([[0.0] * V] * R, TypeError, "logits must be a torch.Tensor, got list; torch.as_tensor converts"),
-        (torch.zeros(R, V, dtype=torch.bfloat16), TypeError, "got torch.bfloat16; convert with .to(torch.float32)"),
-        (torch.zeros(R, V, device="meta"), ValueError, "logits must be on cpu, got meta; move it there"),
-        (torch.zeros(R + 1, V), ValueError, "logits must be [3, >= 8], got [4, 8]; slice the rows of the plan"),
-        (torch.zeros(R, V - 1), ValueError, "logits must be [3, >= 8], got [3, 7]; slice the rows of the plan"),
-        (torch.zeros(V), ValueError, "logits must be [3, >= 8], got [8]; slice the rows of the plan"),
-        (torch.zeros(V, R).T, ValueError, "logits must have column stride 1, got strides (1, 3); call .contiguous()"),
-        (torch._neg_view(torch.zeros(R, V)), ValueError, "got a view with the negative bit; call .resolve_neg()"),
-        (torch.zeros(R, V).to_sparse(), TypeError, "dense tensor, got torch.sparse_coo; call .to_dense()"),
+        ("logits", [[0.0] * V] * R, TypeError, "logits must be a torch.Tensor, got list; torch.as_tensor converts"),
+        ("logits", torch.zeros(R, V).bfloat16(), TypeError, "got torch.bfloat16; convert with .to(torch.float32)"),
+        ("logits", torch.zeros(R, V, device="meta"), ValueError, "logits must be on cpu, got meta; move it there"),
+        ("logits", torch.zeros(R + 1, V), ValueError, "must be [3, >= 8], got [4, 8]; slice the rows of the plan"),
+        ("logits", torch.zeros(R, V - 1), ValueError, "must be [3, >= 8], got [3, 7]; slice the rows of the plan"),
+        ("logits", torch.zeros(V), ValueError, "must be [3, >= 8], got [8]; slice the rows of the plan"),
         (
-            torch.nested.nested_tensor([torch.zeros(V)] * R, layout=torch.jagged),
-            TypeError,
-            "dense tensor, got a nested one; call .to_padded_tensor(padding)",
+            "logits",
+            torch.zeros(V, R).T,
+            ValueError,
+            "column stride 1, got strides (1, 3); call .contiguous()",
         ),
-    ],
-)
-def test_wrong_logits_are_refused(refused, logits, error, words):
-    assert words in refused(error, logits=logits)
-
-
-@pytest.mark.parametrize(
-    ("positions", "error", "words"),
-    [
-        ([0, 1, 2], TypeError, "positions must be a torch.Tensor, got list; torch.as_tensor converts"),
-        (torch._neg_view(torch.arange(R)), ValueError, "positions must hold its numbers, got a view with the negative"),
-        (torch.arange(R).short(), TypeError, "or torch.int32, got torch.int16; convert with .to(torch.int64)"),
-        (torch.arange(R + 1), ValueError, "positions must be [3], one a slot of the plan, got [4]"),
-    ],
-)
-def test_wrong_positions_are_refused(refused, positions, error, words):
-    assert words in refused(error, positions=positions)
-
-
-@pytest.mark.parametrize(
-    ("out", "error", "words"),
-    [
-        (tuple(new_outputs(R)), TypeError, "out must be SampleOutputs, got tuple; SampleOutputs(token_ids, "),
-        (new_outputs(R)._replace(token_ids=[0] * R), TypeError, "out.token_ids must be a torch.Tensor, got list"),
+        ("logits", torch._neg_view(torch.zeros(R, V)), ValueError, "with the negative bit; call .resolve_neg()"),
+        ("logits", torch.zeros(R, V).to_sparse(), TypeError, "dense tensor, got torch.sparse_coo; call .to_dense()"),
+        ("logits", NESTED, TypeError, "dense tensor, got a nested one; call .to_padded_tensor(padding)"),
+        ("positions", [0, 1, 2], TypeError, "positions must be a torch.Tensor, got list; torch.as_tensor converts"),
+        ("positions", torch._neg_view(torch.arange(R)), ValueError, "must hold its numbers, got a view with the neg"),
         (
-            new_outputs(R)._replace(status=torch.zeros(R)),
+            "positions",
+            torch.arange(R).short(),
             TypeError,
-            "out.status must be torch.int32, got torch.float32",
+            "or torch.int32, got torch.int16; convert with .to",
         ),
-        (new_outputs(R + 1), ValueError, "out.token_ids must be [3], as the plan has it, got [4]"),
-        (new_outputs(R)._replace(status=new_outputs(2).status), ValueError, "out.status must be [3], as the plan has"),
-        (new_outputs(R, "meta"), ValueError, "out.token_ids must be on cpu, got meta; move it there"),
+        ("positions", torch.arange(R + 1), ValueError, "positions must be [3], one a slot of the plan, got [4]"),
+        ("out", tuple(OUT), TypeError, "out must be SampleOutputs, got tuple; SampleOutputs(token_ids, "),
+        ("out", OUT._replace(token_ids=[0] * R), TypeError, "out.token_ids must be a torch.Tensor, got list"),
+        ("out", OUT._replace(status=torch.zeros(R)), TypeError, "out.status must be torch.int32, got torch.float32"),
+        ("out", new_outputs(R + 1), ValueError, "out.token_ids must be [3], as the plan has it, got [4]"),
+        ("out", OUT._replace(status=OUT.status[:2]), ValueError, "out.status must be [3], as the plan has"),
+        ("out", new_outputs(R, "meta"), ValueError, "out.token_ids must be on cpu, got meta; move it there"),
     ],
 )
-def test_a_wrong_out_is_refused_and_left_alone(refused, out, error, words):
-    before = [each.clone() for each in out if isinstance(each, torch.Tensor)]
-    assert words in refused(error, out=out)
-    for left, right in zip(before, (each for each in out if isinstance(each, torch.Tensor)), strict=True):
-        assert left.is_meta or torch.equal(left, right)
+def test_wrong_tensors_are_refused_and_out_is_left_alone(engine, name, given, error, words):
+    """Afterwards the same call without them works."""
+    arguments = {"plan": engine.plan, "logits": engine.logits, "positions": engine.positions}
+    with pytest.raises(error) as caught:
+        engine.sampler.sample(**arguments | {name: given})
+    assert words in str(caught.value)
+    fields = [each for each in given if isinstance(each, torch.Tensor) and not each.is_meta] if name == "out" else []
+    assert all((each == each.new_full((), 0 if each.is_floating_point() else -7)).all() for each in fields)
+    assert same(engine.sampler.sample(**arguments), engine.wanted)
 
 
 def test_an_empty_plan_still_checks_its_tensors(engine):

@@ -12,7 +12,7 @@ from compiled_sampler import EditInput, EditState, LogitEdit, SampleOutputs, Sam
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from tests.builders.custom_edits import EDITS, HISTORY, Stepped, V, custom_sampler, params_with, random_inputs
+from tests.builders.custom_edits import EDITS, Stepped, V, custom_sampler, params_with, random_inputs
 from tests.builders.edit_states import params_with as params_of_states
 from tests.builders.edit_states import stateful_sampler
 
@@ -51,6 +51,30 @@ def sampler_of(*edits, **options):
     return Sampler(V, 2, backend="eager", edits=edits, **options)
 
 
+def with_state(state, **declarations):
+    """A sampler whose edit declares a state."""
+    return sampler_of(declared(state=lambda self, vocab_size: state, **declarations))
+
+
+def writes(self, x, ids, rows):
+    rows.state["s"].add_(1.0)
+    return x
+
+
+def reads(self, x, ids, rows):
+    return x + rows.state["s"]
+
+
+def with_history(write):
+    """A sampler whose edit writes into the history."""
+    return sampler_of(declared(history_tokens=2, edit=lambda self, x, ids, rows: write(rows.history)), history_len=9)
+
+
+def with_field(method):
+    """A sampler whose edit has a field with the name of a method."""
+    return sampler_of(dataclass(frozen=True)(type("Named", (Kept,), {"__annotations__": {method: int}, method: 3}))())
+
+
 @dataclass
 class Changeable(LogitEdit):
     """Not frozen."""
@@ -78,6 +102,32 @@ WRONG = [
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x if x.sum() > 0 else -x)), TypeError, "torch.where"),
     (lambda: sampler_of(declared(edit=lambda self, x, ids, rows: x[x > 0])), TypeError, "must not look at the numbers"),
     (lambda: sampler_of(declared(params=Unknown)), TypeError, "types that are known, got name 'Undefined'"),
+    *(
+        (lambda write=write: with_history(write), TypeError, "must write into nothing .*, got a call in place")
+        for write in (lambda told: told.add_(5), lambda told: told[:, -1].fill_(0))
+    ),
+    *(
+        (
+            lambda method=method: with_field(method),
+            TypeError,
+            f"{method} of Named must be the method .*; name the field",
+        )
+        for method in ("edit", "tables", "state")
+    ),
+    (lambda: with_state([EditState()]), TypeError, "state of Declared must map names to EditState"),
+    (lambda: with_state({"s": torch.zeros(3)}), TypeError, "must map names to EditState, got 's'"),
+    (lambda: with_state({"s": EditState(torch.float64)}), ValueError, "dtype of state 's' .* one of .* torch.float64"),
+    (lambda: with_state({"s": EditState(per_token=1)}), TypeError, "per_token, a bool"),
+    (lambda: with_state({"s": EditState(shape=(3, 0))}), ValueError, r"sizes above 0.* got \(3, 0\)"),
+    (lambda: with_state({"s": EditState(per_token=True, shape=(3,))}), ValueError, r"\(\) with per_token, got \(3,\)"),
+    (lambda: with_state({"s": EditState(torch.int32, initial=0.5)}), TypeError, "initial of .* must be an int"),
+    (lambda: with_state({"s": EditState(torch.int32, initial=2**31)}), ValueError, "torch.int32 holds, got 2147483648"),
+    (lambda: with_state({"s": EditState(initial="1")}), TypeError, "must be a number"),
+    (lambda: with_state({"s": EditState(initial=float("nan"))}), ValueError, "torch.float32 holds, got nan"),
+    (lambda: with_state({"s": EditState(torch.bool, initial=2)}), ValueError, "must be a bool, got 2"),
+    (lambda: with_state({"s": EditState()}, edit=writes), TypeError, "must write into nothing"),
+    (lambda: with_state({}, edit=reads), TypeError, "KeyError: 's'"),
+    (lambda: with_state({"s": EditState(shape=(7,))}, edit=reads), TypeError, "must take logits"),
 ]
 
 
@@ -125,9 +175,17 @@ def test_a_request_is_refused(given, error, message):
     assert sampler.num_free_slots == 2
 
 
-@pytest.mark.parametrize("given", ["Kept", {"Kept": 1}, {3: {}}, [("Kept", {}), ("Kept", {})]])
-def test_extra_args_that_are_no_mapping_are_refused(given):
-    with pytest.raises(TypeError, match="extra_args"):
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        *((each, "extra_args") for each in ("Kept", {"Kept": 1}, {3: {}}, [("Kept", {}), ("Kept", {})])),
+        ({"A": {"a": [1]}}, "a of A must be a number"),
+        ({"A": (("a", 1), ("a", 2))}, "A must name each parameter once"),
+        ({"A": {1: 1.0}}, "by a str"),
+    ],
+)
+def test_extra_args_that_are_no_mapping_of_hashable_numbers_are_refused(given, rule):
+    with pytest.raises(TypeError, match=rule):
         SamplingParams(extra_args=given)
 
 
@@ -227,16 +285,6 @@ def test_a_table_is_the_samplers_own_and_written_by_no_edit():
         sampler_of(declared(tables=lambda self, size: {"t": table}, edit=writes))
 
 
-@pytest.mark.parametrize("write", [lambda told: told.add_(5), lambda told: told[:, -1].fill_(0)])
-def test_a_history_is_written_by_no_edit(write):
-    def writes(self, x, ids, rows):
-        write(rows.history)
-        return x
-
-    with pytest.raises(TypeError, match="must write into nothing that it is given, got a call in place"):
-        sampler_of(declared(history_tokens=2, edit=writes), history_len=HISTORY)
-
-
 def test_no_edit_revives_what_a_mask_a_bias_a_bad_word_or_min_tokens_hid():
     lifts = declared(edit=lambda self, x, ids, rows: torch.where(ids == 3, 100.0, x), name="lifts")
     sampler, own = sampler_of(lifts, history_len=8), {"seed": 1, "temperature": 0.0, "extra_args": {"lifts": {}}}
@@ -269,19 +317,6 @@ def test_logits_that_are_consumed_and_probabilities_share_no_memory_with_what_ed
     assert sampler.sample(plan, logits, position, **given).tolist()
 
 
-@pytest.mark.parametrize(
-    ("given", "rule"),
-    [
-        ({"a": [1]}, "a of A must be a number"),
-        ((("a", 1), ("a", 2)), "A must name each parameter once"),
-        ({1: 1.0}, "by a str"),
-    ],
-)
-def test_parameters_that_have_no_hash_or_come_twice_are_refused(given, rule):
-    with pytest.raises(TypeError, match=rule):
-        SamplingParams(extra_args={"A": given})
-
-
 def test_on_an_unknown_torch_an_edit_is_tried_without_private_parts(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "99.2.0")
     monkeypatch.setitem(sys.modules, "torch._subclasses.fake_tensor", None)  # an import of it raises
@@ -291,50 +326,6 @@ def test_on_an_unknown_torch_an_edit_is_tried_without_private_parts(monkeypatch)
 
 
 # State by slot.
-
-
-def with_state(state, **declarations):
-    """A sampler whose edit declares a state."""
-    return sampler_of(declared(state=lambda self, vocab_size: state, **declarations))
-
-
-def writes(self, x, ids, rows):
-    rows.state["s"].add_(1.0)
-    return x
-
-
-WRONG_STATES = [
-    ([EditState()], {}, TypeError, "state of Declared must map names to EditState"),
-    ({"s": torch.zeros(3)}, {}, TypeError, "must map names to EditState, got 's'"),
-    (
-        {"s": EditState(torch.float64)},
-        {},
-        ValueError,
-        "dtype of state 's' of Declared must be one of .* got torch.float64",
-    ),
-    ({"s": EditState(per_token=1)}, {}, TypeError, "per_token, a bool"),
-    ({"s": EditState(shape=(3, 0))}, {}, ValueError, r"sizes above 0.* got \(3, 0\)"),
-    ({"s": EditState(per_token=True, shape=(3,))}, {}, ValueError, r"\(\) with per_token, got \(3,\)"),
-    ({"s": EditState(torch.int32, initial=0.5)}, {}, TypeError, "initial of state 's' of Declared must be an int"),
-    ({"s": EditState(torch.int32, initial=2**31)}, {}, ValueError, "torch.int32 holds, got 2147483648"),
-    ({"s": EditState(initial="1")}, {}, TypeError, "must be a number"),
-    ({"s": EditState(initial=float("nan"))}, {}, ValueError, "torch.float32 holds, got nan"),
-    ({"s": EditState(torch.bool, initial=2)}, {}, ValueError, "must be a bool, got 2"),
-    ({"s": EditState()}, {"edit": writes}, TypeError, "must write into nothing"),
-    ({}, {"edit": lambda self, x, ids, rows: x + rows.state["s"]}, TypeError, "KeyError: 's'"),
-    (
-        {"s": EditState(shape=(7,))},
-        {"edit": lambda self, x, ids, rows: x + rows.state["s"]},
-        TypeError,
-        "must take logits",
-    ),
-]
-
-
-@pytest.mark.parametrize(("state", "declarations", "error", "message"), WRONG_STATES)
-def test_a_sampler_refuses_state(state, declarations, error, message):
-    with pytest.raises(error, match=message):
-        with_state(state, **declarations)
 
 
 @pytest.mark.parametrize(
@@ -348,13 +339,6 @@ def test_a_sampler_takes_what_a_dtype_holds(dtype, initial):
     sampler = with_state({"s": EditState(dtype, initial=initial)})
     assert sampler.edit_state("s").tolist() == [initial] * 2
     assert sampler.edit_state("s").dtype is dtype
-
-
-@pytest.mark.parametrize("method", ["edit", "tables", "state"])
-def test_a_field_must_not_have_the_name_of_a_method(method):
-    made = dataclass(frozen=True)(type("Named", (Kept,), {"__annotations__": {method: int}, method: 3}))()
-    with pytest.raises(TypeError, match=f"{method} of Named must be the method of LogitEdit, got 3; name the field"):
-        Sampler(V, 2, backend="eager", edits=[made])
 
 
 def test_a_state_that_no_edit_declares_is_refused():

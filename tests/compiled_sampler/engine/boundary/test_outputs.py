@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine.boundary.tensors import overlap, span
-from tests.builders.sampler import REQUESTS, new_outputs, same
+from tests.builders.sampler import REQUESTS, emptied, new_outputs, same
 
 V, N, R, K = 20, 3, 3, 2
 
@@ -34,18 +36,13 @@ def calls() -> dict[type, Callable[..., Any]]:
     }
 
 
-def copied(results: Any) -> Any:
-    """The same results in new tensors."""
-    return type(results)(*map(torch.clone, tensors_of(results))) if isinstance(results, tuple) else results.clone()
-
-
 @pytest.mark.parametrize("kind", [SampleOutputs, VerifyOutputs, torch.Tensor])
 def test_an_inference_mode_tensor_is_written_in_inference_mode_alone(calls, kind):
     wanted = calls[kind]()
     with torch.inference_mode():
-        out = copied(wanted)
+        out = emptied(wanted)
         calls[kind](out)
-    before = copied(out)
+    before = tree_map_only(torch.Tensor, torch.clone, out)
     with pytest.raises(ValueError, match=r"out\.\w+ must be a normal tensor outside of inference mode, got one made"):
         calls[kind](out)
     with torch.inference_mode():
@@ -87,9 +84,7 @@ def test_finished_is_refused_in_a_batch_without_edits(calls):
 @pytest.mark.parametrize("kind", [SampleOutputs, VerifyOutputs])
 def test_results_of_an_uncaptured_step_are_copied_in_one_launch(calls, kind):
     wanted = calls[kind]()
-    out = copied(wanted)
-    for field in tensors_of(out):
-        field.fill_(-7)
+    out = emptied(wanted)
     with mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together:
         calls[kind](out)
     assert [len(call.args[0]) for call in together.call_args_list] == [len(tensors_of(out))]
@@ -110,36 +105,59 @@ def engine() -> Iterator[SimpleNamespace]:
     assert same(sampler.sample(plan, logits, positions), wanted)
 
 
-def shared(name: str, engine: SimpleNamespace) -> SampleOutputs:
-    """Outputs whose fields share memory with each other or with an input."""
-    words, status = torch.full((3 * R + 1,), -7, dtype=torch.int32), new_outputs(R).status
-    token_ids = words[: 2 * R].view(torch.int64)
-    return {
-        "the last word": SampleOutputs(token_ids, words[2 * R - 1 : 3 * R - 1]),
-        "columns": SampleOutputs(words[: 2 * R].view(torch.int64), words[1 : 2 * R : 2]),
-        "positions": SampleOutputs(engine.positions, status),
-        "logits": SampleOutputs(engine.logits.view(torch.int64)[:, 0], status),
-        "itself": SampleOutputs(token_ids[:1].expand(R), status),
-    }[name]
-
-
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("other", "words"),
     [
-        ("the last word", "must have memory of its own, got that of out.status; allocate each field"),
-        ("columns", "must have memory of its own, got that of out.status; allocate each field"),
-        ("positions", "must have memory of its own, got that of an input; allocate each field"),
-        ("logits", "must have memory of its own, got that of an input; allocate each field"),
-        ("itself", "must not repeat its memory, got strides (0,); call .contiguous()"),
+        (lambda words: words[2 * R - 1 : 3 * R - 1], "must have memory of its own, got that of out.status"),
+        (lambda words: words[1 : 2 * R : 2], "must have memory of its own, got that of out.status"),
+        (None, "must not repeat its memory, got strides (0,); call .contiguous()"),
     ],
+    ids=["the last word", "columns", "itself"],
 )
-def test_an_out_that_shares_memory_is_refused(engine, name, words):
-    out = shared(name, engine)
-    fields = tensors_of(out)
-    before = [each.clone() for each in fields]
+def test_fields_that_share_memory_are_refused_and_left_alone(engine, other, words):
+    memory = torch.full((3 * R + 1,), -7, dtype=torch.int32)
+    token_ids, status = memory[: 2 * R].view(torch.int64), new_outputs(R).status
+    out = SampleOutputs(token_ids, other(memory)) if other else SampleOutputs(token_ids[:1].expand(R), status)
     with pytest.raises(ValueError, match=re.escape(f"out.token_ids {words}")):
         engine.sampler.sample(engine.plan, engine.logits, engine.positions, out)
-    assert all(map(torch.equal, fields, before))
+    assert (memory == -7).all()
+
+
+def test_results_do_not_overwrite_what_a_call_reads(engine):
+    """Refused each time, whether a call with other results is known or not."""
+    sampler, plan, verified = engine.sampler, engine.plan, engine.sampler.plan([0] * R, num_drafts=[K] * R)
+    logits, positions, words = torch.zeros(R * (K + 1), V), torch.arange(R), torch.arange(2 * R, dtype=torch.int32)
+    slots, sums, wide = torch.zeros(R, dtype=torch.int64), torch.arange(K, K * R + 1, K), torch.zeros(R, K + 1).long()
+    flat = torch.zeros(R, K + 1, dtype=torch.int32)
+    of_slots, of_sums = replace(plan, slot_ids=slots), replace(verified, cumulative_drafts=sums)
+
+    def sample(plan, positions):
+        return lambda out=None: sampler.sample(plan, logits[:R], positions, out)
+
+    def verify(plan, drafts):
+        return lambda out=None: sampler.verify(plan, logits, drafts, positions, out=out)
+
+    for call, field, memory in (
+        (sample(plan, positions), "token_ids", logits.view(torch.int64)[:R, 0]),
+        (sample(plan, positions), "token_ids", positions),
+        (sample(plan, words[:R]), "token_ids", words[:R]),
+        (sample(plan, words[:R]), "token_ids", words[R - 1 : -1]),
+        (sample(of_slots, positions), "token_ids", slots),
+        (verify(verified, wide[:, :K]), "token_ids", wide),
+        (verify(verified, flat.flatten()[: K * R]), "token_ids", flat),
+        (verify(verified, wide[:, :K]), "num_accepted", positions),
+        (verify(of_sums, wide[:, :K]), "num_emitted", sums),
+    ):
+        out, before = emptied(call()), memory.clone()
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"out\.{field} must have memory of its own, got that of an input"):
+                call(out._replace(**{field: memory}))
+            assert torch.equal(memory, before)
+            assert call(out) is out
+    beside = new_outputs(R)._replace(token_ids=words[R:])
+    assert same(sample(plan, words[:R])(beside)._replace(token_ids=words[R:].long()), sample(plan, positions)())
+    with pytest.raises(ValueError, match=r"out\.probabilities must have memory of its own, got that of an input"):
+        sampler.probs(plan, engine.logits, engine.logits)
 
 
 def test_an_out_whose_fields_lie_beside_each_other_in_one_buffer_is_taken(engine):
@@ -150,21 +168,6 @@ def test_an_out_whose_fields_lie_beside_each_other_in_one_buffer_is_taken(engine
         SampleOutputs(half[: 2 * R].view(torch.int64), half[2 * R : 3 * R]),
     ):
         assert same(engine.sampler.sample(engine.plan, engine.logits, engine.positions, out), engine.wanted)
-
-
-def test_results_of_a_verification_do_not_overwrite_its_drafts_and_positions(engine):
-    plan, drafts = engine.sampler.plan([0] * R, num_drafts=[K] * R), torch.zeros(R, K + 1, dtype=torch.int64)
-    call = (plan, torch.zeros(R * (K + 1), V), drafts[:, :K], engine.positions)
-    out = engine.sampler.verify(*call)
-    for name, shared in (("num_accepted", engine.positions), ("token_ids", drafts)):
-        with pytest.raises(ValueError, match=rf"out\.{name} must have memory of its own, got that of an input"):
-            engine.sampler.verify(*call, out=out._replace(**{name: shared}))
-    assert not drafts.any()
-
-
-def test_the_probabilities_do_not_overwrite_the_logits(engine):
-    with pytest.raises(ValueError, match=r"out\.probabilities must have memory of its own, got that of an input"):
-        engine.sampler.probs(engine.plan, engine.logits, engine.logits)
 
 
 views = st.tuples(st.integers(0, 12), st.integers(0, 4), st.integers(1, 3), st.integers(1, 4))

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
-from compiled_sampler import Draft, Sampler, SamplingParams, Verification
+from compiled_sampler import Sampler, SamplingParams, Verification
 from tests.builders.sampler import REQUESTS, replay_recordings, same
 
 V, N, K = 300, 4, 3
@@ -35,44 +34,6 @@ def sampler_of(
 @pytest.fixture(params=[("eager", False), ("eager", True), ("graph", False), ("graph", True)], ids=str)
 def sampler(request: pytest.FixtureRequest) -> Sampler:
     return sampler_of(*request.param)
-
-
-def drafted(sampler: Sampler, slots: list[int], logits: Tensor, where: Tensor, coupled: bool, offset: int) -> Draft:
-    """The handle of a draft in the mode "full"; the plan has drafts for every other offset."""
-    counts = [K] * len(slots) if offset % 2 else None
-    return sampler.draft(sampler.plan(slots, "full", num_drafts=counts), logits, where, coupled, offset)
-
-
-def test_drafts_in_any_order_are_what_a_new_sampler_drafts(sampler):
-    logits, where = torch.empty(N, V), torch.arange(N)
-    for step in range(3):
-        logits.normal_(generator=torch.Generator().manual_seed(step))
-        where.add_(1)
-        for slots in ([0, 1, 2, 3], [3, -1, 1, 0], [2], [0, 1, 2, 3]):
-            rows = len(slots)
-            for coupled, offset in ((False, 1), (True, 1), (False, 0), (False, 2), (False, 1), (True, 0)):
-                given = slots, logits[:rows], where[:rows], coupled, offset
-                found, wanted = drafted(sampler, *given), drafted(sampler_of("eager"), *given)
-                assert same(found.drawn, wanted.drawn)
-                assert found.offset == offset
-                assert found.is_coupled == coupled
-
-
-def test_masks_and_slots_of_an_engine_are_told_apart(sampler):
-    logits, where, buffer = torch.randn(N, V), torch.arange(N), torch.tensor([3, 1, 0, 2])
-    masks = torch.zeros(N, -(-V // 32), dtype=torch.int32)
-    masks[:, 0] = 2  # token 1
-    plain = sampler.plan([0, 1, 2, 3], "full")
-    replaced = replace(plain, slot_ids=buffer)
-    for _ in range(2):
-        for plan, given in ((plain, None), (plain, masks), (replaced, None), (replaced, masks)):
-            found = sampler.draft(plan, logits, where, False, token_bitmask=given).token_ids.tolist()
-            fresh = sampler_of("eager")
-            own = fresh.plan(buffer.tolist() if plan is replaced else [0, 1, 2, 3], "full")
-            wanted = fresh.draft(own, logits, where, False, token_bitmask=given).token_ids.tolist()
-            assert found == wanted
-            assert given is None or found == [1] * N
-        buffer.copy_(buffer.flip(0))
 
 
 @pytest.mark.parametrize("backend", ["eager", "graph"])

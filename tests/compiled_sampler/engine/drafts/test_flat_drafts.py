@@ -3,17 +3,13 @@
 import dataclasses
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Plan, Sampler, SamplingParams, VerifyOutputs
-from compiled_sampler.batch import tensors_of
-from compiled_sampler.engine.plan import padded_ids
+from compiled_sampler import Plan, Sampler, SamplingParams
 from compiled_sampler.modes import RULES
-from compiled_sampler.speculation.row_layout import padded
-from tests.builders.sampler import same, verifying_sampler
+from tests.builders.sampler import emptied, same, verifying_sampler
 from tests.tiers import tiers
 
 V, K, N = 60, 3, 5
@@ -56,7 +52,7 @@ def test_flat_drafts_are_verified_as_padded_ones(sampler, rule, counts):
     for given in (flat, strided, flat.int(), flat):
         before = given.clone()
         assert same(sampler.verify(plan, logits, given, where, rule), wanted)
-        out = VerifyOutputs(*(torch.full_like(each, -7) for each in tensors_of(wanted)))
+        out = emptied(wanted)
         assert sampler.verify(plan, logits, given, where, rule, out=out) is out
         assert same(out, wanted)
         assert torch.equal(given, before)
@@ -104,47 +100,3 @@ def test_plans_of_one_shape_have_places_of_their_own(sampler):
         assert same(outs[-1], sampler.verify(plan, logits, tokens, where, "rejection"))
     assert same(outs[0], outs[-1])
     assert not same(outs[0], outs[1])
-
-
-@pytest.mark.parametrize("size", [8, 10])
-def test_another_number_of_drafts_is_refused(sampler, size):
-    plan, where = sampler.plan(range(N), "full", COUNTS[0]), torch.arange(N)
-    logits = logits_of(plan.num_rows)
-    for _ in range(2):
-        sampler.verify(plan, logits, torch.zeros(9, dtype=torch.int64), where)
-        words = (
-            rf"flat draft_token_ids must be \[9\], the sum of num_drafts, got \[{size}\]; slice it, or pass \[5, >= 3\]"
-        )
-        with pytest.raises(ValueError, match=words):
-            sampler.verify(plan, logits, torch.zeros(size, dtype=torch.int64), where)
-        with pytest.raises(ValueError, match=r"draft_token_ids must be \[5, >= 3\] as planned, got \[\]; pad with -1"):
-            sampler.verify(plan, logits, torch.tensor(3), where)
-        with pytest.raises(TypeError, match=r"draft_token_ids must be torch\.int64 or torch\.int32, got torch\.int16"):
-            sampler.verify(plan, logits, torch.zeros(9, dtype=torch.int16), where)
-
-
-def test_results_do_not_overwrite_flat_drafts(sampler):
-    plan, memory, where = sampler.plan(range(N), "full", COUNTS[0]), torch.zeros(40, dtype=torch.int32), torch.arange(N)
-    logits, counts = logits_of(plan.num_rows), [torch.zeros(N, dtype=torch.int32) for _ in range(4)]
-    for start, fits in ((0, False), (8, False), (9, True)):
-        out = VerifyOutputs(memory[start : start + N * (K + 1)].view(N, K + 1), *counts)
-        if fits:
-            sampler.verify(plan, logits, memory[:9], where, out=out)
-            continue
-        with pytest.raises(ValueError, match=r"out\.token_ids must have memory of its own, got that of an input"):
-            sampler.verify(plan, logits, memory[:9], where, out=out)
-        assert not memory.any()
-
-
-def test_a_batch_without_requests(sampler):
-    plan, none = sampler.plan([], num_drafts=[]), torch.empty(0, dtype=torch.int32)
-    assert sampler.verify(plan, logits_of(0), none, none).token_ids.shape == (0, 1)
-
-
-@pytest.mark.parametrize("counts", [*COUNTS[:4], COUNTS[5]], ids=str)
-def test_places_are_the_same_from_the_host_and_from_the_device(counts):
-    flat = torch.arange(sum(counts)) + 10
-    there = padded(flat, torch.tensor(counts), max(counts))
-    assert torch.equal(flat[torch.from_numpy(padded_ids(np.array(counts)))].view(there.shape), there)
-    own = [there[n, :count].tolist() for n, count in enumerate(counts)]
-    assert list(itertools.chain(*own)) == flat.tolist()

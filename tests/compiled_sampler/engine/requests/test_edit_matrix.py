@@ -253,7 +253,7 @@ FIRST_TIER = [(edit, "eager", *CELLS[5 * n % len(CELLS)]) for n, edit in enumera
 EVERY = [
     *((edit, "eager", *cell) for edit in EDITS for cell in CELLS),
     *((edit, "reference", *CELLS[0]) for edit in EDITS),
-    *((edit, "compiled", *CELLS[0]) for edit in ("repetition_penalty", "Stepped")),
+    *((edit, "compiled", *CELLS[0]) for edit in ("repetition_penalty", "typical_p", "Stepped")),
 ]
 
 

@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification
-from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine import step_runner
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.builders.edits import (
     BOUNDED_EDITS,
     EDITS,
     HISTORY,
-    OF_EDIT,
     Request,
     V,
     edited_rows,
@@ -207,28 +205,6 @@ def test_a_position_beyond_the_history_is_told():
     slots[1] = plain.add_request(SamplingParams(seed=2, presence_penalty=1.0))
     status = plain.sample(plain.plan(slots), torch.randn(2, V), torch.tensor([HISTORY + 9, 3])).status
     assert status.tolist() == [0, 0]
-
-
-@pytest.mark.parametrize("edits", [["penalties", "logit_bias"], ["allowed_token_ids", "penalties"]])
-def test_logits_that_may_be_consumed_give_the_same_tokens(edits):
-    """Written in place, also before a copy with masks."""
-    source = random.Random(2)
-    given_to_all = {name: value for edit in edits for name, value in OF_EDIT[edit].items()}
-    requests = [random_request(source, V, edits)._replace(given={**given_to_all, "seed": n}) for n in range(4)]
-    sampler, logits = edited_sampler("eager", 4), torch.randn(4, V + 3)
-    rows, positions = torch.randn(12, V), torch.tensor([each.position for each in requests])
-    slots = [each.added(sampler) for each in requests]
-    plan, plan_of = sampler.plan(slots), sampler.plan(slots, num_drafts=[2] * 4)
-    drafts = torch.randint(V, (4, 2))
-    for given, call in (
-        (logits, lambda x, **options: sampler.sample(plan, x, positions, **options)),
-        (rows, lambda x, **options: sampler.verify(plan_of, x, drafts, positions, "rejection", **options)),
-    ):
-        wanted, consumed = call(given.clone()), given.clone()
-        found = call(consumed, consume_logits=True)
-        assert [each.tolist() for each in tensors_of(found)] == [each.tolist() for each in tensors_of(wanted)]
-        assert not torch.equal(consumed, given)
-        assert torch.equal(consumed[:, V:], given[:, V:])
 
 
 def test_logits_that_cannot_be_written_are_not_consumed():

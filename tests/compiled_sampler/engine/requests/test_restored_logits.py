@@ -23,7 +23,7 @@ from tests.builders.edits import (
     random_request,
 )
 from tests.builders.filters import same_bits
-from tests.builders.logprobs import EVERYTHING, differing
+from tests.builders.logprobs import EVERYTHING, bare, differing
 from tests.builders.sampler import nothing_compiles, replay_recordings, same, stages_stay_eager
 from tests.chunked import chunks_of
 
@@ -60,7 +60,7 @@ def calls_of(sampler: Sampler, requests: list[Request], seed: int):
 @pytest.mark.parametrize("is_masked", [False, True], ids=["bare", "masked"])
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 def test_steps_leave_the_logits_as_they_found_them(backend, is_masked):
-    """Twice on the same tensor, part of wider rows; the definition edits a copy."""
+    """Twice on the same tensor, part of wider rows; the definition edits a copy. Consumed, they are written."""
     for seed in range(4 if backend == "eager" else 1):
         sampler = edited_sampler(backend, ROWS)
         for name, (step, logits) in calls_of(sampler, requests_of(seed), seed).items():
@@ -71,6 +71,9 @@ def test_steps_leave_the_logits_as_they_found_them(backend, is_masked):
             for _ in range(2):
                 assert same(step(wide, token_bitmask=mask, **RESTORE), wanted), name
                 assert same_bits(wide, before), name
+            assert same(step(wide, token_bitmask=mask, consume_logits=True), wanted), name
+            assert same_bits(wide, before) == (backend == "reference")
+            assert same_bits(wide[:, V:], before[:, V:])
 
 
 @pytest.mark.parametrize("asked", EVERYTHING, ids=[each.of for each in EVERYTHING])
@@ -78,10 +81,11 @@ def test_logprobs_are_those_of_a_copy(asked):
     """Of the law "raw" too, which is read when the logits have their bits again."""
     sampler = edited_sampler("eager", ROWS)
     for name, (step, logits) in calls_of(sampler, requests_of(7, LISTS), 7).items():
-        restored = logits.clone()
-        wanted, found = step(logits.clone(), logprobs=asked), step(restored, logprobs=asked, **RESTORE)
-        assert same(found._replace(logprobs=None), wanted._replace(logprobs=None)), name
-        assert differing(found.logprobs, wanted.logprobs) == [], name
+        wanted, restored = step(logits.clone(), logprobs=asked), logits.clone()
+        for given, leave in ((logits.clone(), True), (restored, "restore")):
+            found = step(given, logprobs=asked, consume_logits=leave)
+            assert same(bare(found), bare(wanted)), name
+            assert differing(found.logprobs, wanted.logprobs) == [], name
         assert same_bits(restored, logits), name
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams, Verification
-from tests.builders.sampler import SHARED_SLOTS, same
 from tests.oracles import oracle_filters
 
 V, DRAWS = 129, 10_000
@@ -88,24 +87,6 @@ def test_xtc_that_can_exclude_nothing_is_no_edit():
 
 
 @pytest.mark.parametrize("given", FILTERS, ids=NAMES)
-def test_logprobs_count_what_a_filter_drops_as_masked(given):
-    sampler = sampler_of(1)
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, temperature=0.9, **given))])
-    logits, where = 2.0 * torch.randn(1, V), torch.tensor([3])
-    probs = sampler.probs(plan, logits, positions=where)
-    assert 0 < int((probs > 0.0).sum()) < V
-    every = tuple(range(V))
-    for law in ("processed", "filtered"):
-        found = sampler.sample(plan, logits, where, logprobs=Logprobs(of=law, token_ids=every)).logprobs.given
-        assert torch.equal(found.isfinite(), probs > 0.0)
-        torch.testing.assert_close(found.exp(), probs, atol=1e-6, rtol=1e-5)
-    raw = sampler.sample(plan, logits, where, logprobs=Logprobs(of="raw", token_ids=every)).logprobs.given
-    torch.testing.assert_close(raw, torch.log_softmax(logits, -1))
-    edited = sampler.edited_logits(plan, logits, where)
-    assert torch.equal(edited.isfinite(), probs > 0.0)
-
-
-@pytest.mark.parametrize("given", FILTERS, ids=NAMES)
 def test_a_boundary_is_refused_as_it_does_not_tell_what_is_kept(given):
     sampler = sampler_of(1, verifications=[Verification("match", 1)])
     slot = sampler.add_request(SamplingParams(seed=1, **given))
@@ -121,39 +102,3 @@ def test_probabilities_under_xtc_need_positions():
     plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, **FILTERS[NAMES.index("xtc")]))])
     with pytest.raises(ValueError, match="positions must be given for xtc, got None"):
         sampler.probs(plan, torch.randn(1, V))
-
-
-@pytest.mark.parametrize("base", ["top_k", "all"])
-@pytest.mark.parametrize("given", FILTERS[::2], ids=NAMES[::2])
-def test_top_p_is_of_the_tokens_that_a_filter_leaves(given, base):
-    """Whichever its base: law and tokens are those of logits that the slow truth filtered."""
-    cut = {"seed": 4, "temperature": 1.2, "top_k": 9, "top_p": 0.7}
-    sampler, plain = (Sampler(V, 1, backend="eager", top_p_base=base) for _ in range(2))
-    plan = sampler.plan([sampler.add_request(SamplingParams(**cut, **given))])
-    plan_of = plain.plan([plain.add_request(SamplingParams(**cut))])
-    for position in range(8):
-        logits, where = 2.0 * torch.randn(1, V), torch.tensor([position])
-        left = torch.tensor([oracle_filters.filtered(logits[0].tolist(), {**cut, **given}, position)])
-        wanted = plain.probs(plan_of, left)
-        assert torch.equal(sampler.probs(plan, logits, positions=where), wanted)
-        assert sampler.sample(plan, logits, where).tolist() == plain.sample(plan_of, left, where).tolist()
-
-
-@pytest.mark.full
-def test_a_compiled_sampler_draws_and_verifies_the_same():
-    """With all filters in a batch, under the rules ``match`` and ``block``."""
-    ways = [Verification("match", 2), Verification("block", 2)]
-    made, wanted = (sampler_of(SHARED_SLOTS, backend, verifications=ways) for backend in ("compiled", "eager"))
-    requests = [SamplingParams(seed=n, top_k=20, **each) for n, each in enumerate([*FILTERS, {}])]
-    logits, where = 2.0 * torch.randn(18, V), torch.arange(6)
-    drafts, proposed = torch.randint(V, (6, 2)), torch.randn(12, V)
-    found = []
-    for sampler in (made, wanted):
-        slots = [sampler.add_request(each) for each in requests]
-        plan, plan_of = sampler.plan(slots), sampler.plan(slots, num_drafts=[2] * 6)
-        found.append((
-            sampler.sample(plan, logits[:6], where),
-            sampler.verify(plan_of, logits, drafts, where, "match"),
-            sampler.verify(plan_of, logits, drafts, where, "block", draft_logits=proposed),
-        ))  # fmt: skip
-    assert all(same(*pair) for pair in zip(*found, strict=True))

@@ -8,7 +8,7 @@ import torch
 
 from compiled_sampler import Sampler
 from compiled_sampler.engine.boundary.arguments import FEW
-from compiled_sampler.engine.requests.slots import SlotState, processed_scale, slot_values, words_of_slots
+from compiled_sampler.engine.requests.slots import SlotState, slot_values
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from graph_cache import PinnedRing
@@ -34,18 +34,6 @@ def as_stored(params: SamplingParams) -> tuple[float | int, ...]:
     return tuple(torch.tensor(value, dtype=column.dtype).item() for value, column in values)
 
 
-def test_the_entry_of_a_slot_is_that_of_its_last_request():
-    state, alike = new_state(1), {"temperature": 0.8, "top_k": 50, "top_p": 0.9}
-    kinds = [alike, alike, {"min_p": 0.1}, alike, {}, {}, {"temperature": 0.0}, alike]
-    for seed, kind in enumerate(kinds):
-        params = SamplingParams(**kind, seed=seed)
-        assert state.add(params) == 0
-        assert entry(state, 0) == as_stored(params)
-        assert state.staged.processed_scale[0].item() == torch.tensor(processed_scale(params)).item()
-        assert state.table.needs[0] == state.needs_of_batch([0], words_of_slots([0]))
-        state.remove(0)
-
-
 @pytest.mark.parametrize(
     ("params", "values"),
     [
@@ -57,9 +45,6 @@ def test_the_entry_of_a_slot_is_that_of_its_last_request():
         (SamplingParams(top_k=V, seed=5), (5, math.log2(math.e), True, V, 1.0, -math.inf)),
         (SamplingParams(top_k=2**70, seed=5), (5, math.log2(math.e), True, V, 1.0, -math.inf)),
         (SamplingParams(top_p=0.1, min_p=0.125, seed=5), (5, math.log2(math.e), True, V, 0.1, -3.0)),
-        (SamplingParams(seed=2**64 - 1), (-1, math.log2(math.e), True, V, 1.0, -math.inf)),
-        (SamplingParams(seed=2**63), (-(2**63), math.log2(math.e), True, V, 1.0, -math.inf)),
-        (SamplingParams(seed=2**63 - 1), (2**63 - 1, math.log2(math.e), True, V, 1.0, -math.inf)),
     ],
 )
 def test_parameters_become_the_units_of_the_stages(params, values):

@@ -1,7 +1,5 @@
 """A watermark keys the noise by the text: the slow truth draws so too, and only the key finds it."""
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -9,37 +7,10 @@ from scipy.stats import chisquare, kstest
 
 from compiled_sampler import Sampler, SamplingParams
 from examples.watermark import detect
-from tests.builders.edits import V, edited_rows, edited_sampler, hard_logits, plain_tokens, random_request
-from tests.oracles import oracle_edits
-from tests.tiers import tiers
+from tests.builders.edits import V
 
 ROWS, EDITS = 16, ("penalties", "bad_words", "stops")
 FALSE_ALARM = 1e-6
-
-
-def marked_request(source: random.Random):
-    """A request with a watermark, or in one of four without."""
-    request = random_request(source, V, EDITS)
-    return request._replace(given={**request.given, "watermark_tokens": source.choice([0, 1, 3, 8])})
-
-
-@pytest.mark.parametrize("backend", tiers(["reference", "eager"], ["reference", "eager", "compiled"]))
-def test_tokens_are_those_of_the_hashed_position(backend):
-    source = random.Random(17)
-    sampler, plain = edited_sampler(backend, ROWS), Sampler(V, ROWS, backend="eager")
-    requests = [marked_request(source) for _ in range(ROWS)]
-    slots = [each.added(sampler) for each in requests]
-    for _ in range(6):
-        logits, positions = hard_logits(source, ROWS), torch.tensor([each.position for each in requests])
-        made = sampler.sample(sampler.plan(slots), logits, positions)
-        keyed = [
-            oracle_edits.noise_position(each.position, [*each.prompt, *each.output], each.given["watermark_tokens"])
-            for each in requests
-        ]
-        wanted = plain_tokens(plain, requests, edited_rows(logits, requests), torch.tensor(keyed))
-        assert (made.token_ids.tolist(), made.status.tolist()) == wanted
-        for request, token in zip(requests, wanted[0], strict=True):
-            request.output.append(token)
 
 
 def decoded(sampler: Sampler, seed: int, num_tokens: int, length: int, temperature: float = 1.0) -> list[int]:

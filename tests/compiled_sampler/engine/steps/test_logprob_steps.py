@@ -17,7 +17,7 @@ from compiled_sampler import (
 )
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine.boundary.tensors import empty_outputs
-from compiled_sampler.logprobs import LAWS, layout_of_outputs
+from compiled_sampler.logprobs import layout_of_outputs
 from compiled_sampler.modes import RULES
 from tests.builders.edits import (
     BOUNDED_EDITS,
@@ -141,26 +141,6 @@ def test_what_is_asked_for_is_checked():
     for wrong, error in ((Logprobs(), TypeError), ([5], TypeError), ([Logprobs(token_ids=(V,))], ValueError)):
         with pytest.raises(error, match=r"captured_logprobs|token_ids"):
             Sampler(V, 2, backend="eager", captured_logprobs=wrong)
-
-
-@pytest.mark.parametrize("asked", EVERYTHING, ids=LAWS)
-def test_consumed_logits_have_the_same_logprobs(asked):
-    """Also of the law "raw", which is of what the logits held before the edits."""
-    source, sampler = random.Random(3), edited_sampler("eager", 8)
-    requests = [random_request(source, V, ("logit_bias", "penalties", "stops")) for _ in range(8)]
-    slots, positions = [each.added(sampler) for each in requests], torch.tensor([each.position for each in requests])
-    rows, drafts = hard_logits(source, 16), torch.randint(V, (8, 1))
-    plans = sampler.plan(slots), sampler.plan(slots, num_drafts=[1] * 8)
-    results = []
-    for consumes in (False, True):
-        options = {"consume_logits": consumes, "logprobs": asked}
-        drawn = sampler.sample(plans[0], rows[:8].clone(), positions, **options)
-        results.append(
-            (drawn, *(sampler.verify(plans[1], rows.clone(), drafts, positions, each, **options) for each in RULES))
-        )
-    for left, right in zip(*results, strict=True):
-        assert same(bare(left), bare(right))
-        assert differing(left.logprobs, right.logprobs) == []
 
 
 def test_batches_without_rows_have_logprobs_without_rows():

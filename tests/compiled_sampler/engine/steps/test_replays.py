@@ -1,4 +1,4 @@
-"""Steps that replay: the tokens of eager torch in any sequence of calls."""
+"""Steps that replay, and calls like one that was checked: the tokens of new calls, in any sequence of them."""
 
 import dataclasses
 import random
@@ -7,23 +7,39 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams, Verification
-from tests.builders.sampler import replay_recordings, same
+from tests.builders.sampler import emptied, replay_recordings, same
 from tests.tiers import tiers
 
 V, S, K, MOST = 300, 12, 3, 8
 RULES = "match", "rejection"
+PARAMS: dict[str, list[Any]] = {
+    "temperature": [0.0, 0.7, 1.3],
+    "top_k": [0, 5],
+    "top_p": [1.0, 0.8],
+    "min_p": [0.0, 0.3],
+    "logit_bias": [None, None, {7: 9.0}],
+}
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows": lambda x: x[:, :V],
+    "wider": lambda x: x,
+    "strided": lambda x: x.expand(2, -1, -1).transpose(0, 1).clone().flatten(0, 1)[::2, :V],
+    "requires grad": lambda x: x[:, :V].clone().requires_grad_(),
+}
+"""Of logits, each in memory of its own but for the first two."""
 
 
-def new_sampler() -> Sampler:
+def new_sampler(cached: bool) -> Sampler:
     """Eager, for all that a sequence calls."""
     ways = [Verification(rule, K) for rule in RULES]
-    return Sampler(V, S, backend="eager", buckets=[2, 4, 8], verifications=ways, probabilities=True, history_len=16)
+    options = {"verifications": ways, "probabilities": True, "history_len": 16, "draft_cache_len": K * cached}
+    return Sampler(V, S, backend="eager", buckets=[2, 4, 8], captured_edits=[["logit_bias"]], **options)
 
 
 class Twins:
-    """Two samplers that get the same calls; the first one replays recordings.
+    """Two samplers that get the same calls; the first one replays recordings, and the other one forgets each call.
 
     Args:
         seed: of the sequence.
@@ -31,15 +47,18 @@ class Twins:
 
     def __init__(self, seed: int) -> None:
         """Hold no request."""
-        self.chance, self.held, self.pair = random.Random(seed), list[int](), (new_sampler(), new_sampler())
+        self.chance, self.held, self.pair = random.Random(seed), list[int](), (new_sampler(True), new_sampler(False))
         self.backend = replay_recordings(self.pair[0])
         self.pair[0].warmup(modes=["full"])
         make, sizes = torch.Generator().manual_seed(seed), range(1, MOST + 1)
-        self.logits = {n: torch.randn(n * (K + 1), V, generator=make) for n in sizes}
+        wide = {n: torch.randn(n * (K + 1), V + 5, generator=make) for n in sizes}
+        self.logits = {(name, n): of(wide[n]) for name, of in LAYOUTS.items() for n in sizes}
         self.drafts = {n: torch.randint(V, (n, K), generator=make) for n in sizes}
-        self.positions = {n: torch.arange(n) for n in sizes}
+        self.positions = {(step, n): torch.arange(step * n)[::step] for step in (1, 2) for n in sizes}
         self.buffers = {n: torch.zeros(n, dtype=torch.int64) for n in sizes}
         self.counts = {n: torch.zeros(n, dtype=torch.int64) for n in sizes}
+        self.masks = {n: torch.full((n * (K + 1), -(-V // 32)), 0b1010, dtype=torch.int32) for n in sizes}
+        self.outs: dict[Any, Any] = {}
 
     def churn(self) -> None:
         """Some requests leave, and others come."""
@@ -49,8 +68,7 @@ class Twins:
             for each in self.pair:
                 each.remove_request(slot)
         for _ in range(min(S - len(self.held), chance.choice([0, 0, 1, 1, 2, 5, 8]))):
-            choices = {"temperature": [0.0, 0.7, 1.3], "top_k": [0, 5], "min_p": [0.0, 0.3]}
-            drawn: dict[str, Any] = {name: chance.choice(values) for name, values in choices.items()}
+            drawn = {name: chance.choice(values) for name, values in PARAMS.items()}
             params = SamplingParams(**drawn, seed=chance.randrange(2**64))
             slots = {each.add_request(params) for each in self.pair}
             self.held += slots
@@ -63,25 +81,39 @@ class Twins:
         rows, counts = len(slots), [chance.randint(0, K) for _ in slots]
         self.buffers[rows].copy_(torch.tensor(slots))
         self.counts[rows].copy_(torch.tensor(counts))
-        rule, replaced = chance.choice(RULES), chance.random() < 0.4
+        rule, replaced, mode = chance.choice(RULES), chance.random() < 0.4, chance.choice(["full", "full", None])
+        logits, positions = self.logits[chance.choice([*LAYOUTS]), rows], self.positions[chance.choice([1, 2]), rows]
+        with torch.no_grad():
+            logits.normal_()
+        masked, into, coupled, offset = (chance.random() < share for share in (0.3, 0.5, 0.5, 0.5))
+        has_counts = of == "verify, counts" or (of.startswith("draft") and coupled)
 
         def made(sampler: Sampler) -> Any:
-            drafts = {"num_drafts": counts} if of.startswith("verify") else {}
-            plan = sampler.plan(slots, mode="full", **drafts)
+            plan = sampler.plan(slots, mode, **({"num_drafts": counts} if "verify" in of or has_counts else {}))
             if replaced and of != "verify, counts":
                 plan = dataclasses.replace(plan, slot_ids=self.buffers[rows])
-            if of == "verify, counts":
+            if has_counts:
                 plan = dataclasses.replace(plan, draft_counts=self.counts[rows])
-            logits, positions = self.logits[rows][: plan.num_rows], self.positions[rows]
-            calls: dict[str, Callable[[], Any]] = {
-                "sample": lambda: sampler.sample(plan, logits, positions),
-                "draft": lambda: (sampler.draft(plan, logits, positions).token_ids,),
-                "probs": lambda: (sampler.probs(plan, logits),),
-                "verify": lambda: sampler.verify(plan, logits, self.drafts[rows], positions, rule),
+            x = logits[: rows if of == "draft" else plan.num_rows]
+            mask = {"token_bitmask": self.masks[rows][: len(x)]} if masked else {}
+            calls: dict[str, Callable[..., Any]] = {
+                "sample": lambda **out: sampler.sample(plan, x, positions, **mask, **out),
+                "draft": lambda: sampler.draft(plan, x, positions, coupled, int(offset), **mask).drawn,
+                "probs": lambda: (sampler.probs(plan, x, **mask),),
+                "verify": lambda **out: sampler.verify(plan, x, self.drafts[rows], positions, rule, **mask, **out),
             }
-            return calls[of.split(",")[0]]()
+            name = of.split(",")[0]
+            drawn = calls[name]()
+            if not into or name not in ("sample", "verify") or sampler is self.pair[1]:
+                return drawn
+            key = name, rows, plan.width if name == "verify" else 0, drawn.finished is None
+            out = self.outs.setdefault(key, emptied(drawn))
+            assert calls[name](out=out) is out
+            return out
 
-        return same(*map(made, self.pair))
+        found, wanted = map(made, self.pair)
+        self.pair[1]._calls._runs.clear()
+        return same(found, wanted)
 
 
 @pytest.mark.parametrize("seed", tiers([0], range(3)))
@@ -91,7 +123,8 @@ def test_a_sequence_of_calls(seed: int) -> None:
         twins.churn()
         if not twins.held:
             continue
-        kind = twins.chance.choice(["sample"] * 3 + ["verify"] * 2 + ["verify, counts", "draft", "probs", "flush"])
+        kinds = ["sample"] * 3 + ["verify"] * 2 + ["draft"] * 3 + ["verify, counts", "probs", "flush"]
+        kind = twins.chance.choice(kinds)
         if kind == "flush":
             for each in twins.pair:
                 each.flush()
