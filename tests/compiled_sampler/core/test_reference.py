@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compiled_sampler import SampleInputs, SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.core import filters, reference
+from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.engine import step_executor
 from compiled_sampler.modes import uncovered
 from compiled_sampler.pipeline.law import probability_step
@@ -134,7 +135,7 @@ WRONG = {
     "a_prefix_one_longer": ("keep_prefix", lambda *each: filters.keep_prefix(*each).roll(1, -1)),
     "no_top_p": ("keep_prefix", lambda o, m, k, p, base: filters.keep_prefix(o, m, k, torch.ones_like(p), base)),
     "no_min_p": ("scaled", lambda x, scale: torch.zeros_like(x)),
-    "other_noise": ("TARGET", 1),
+    "other_noise": ("gather_rows", lambda slots, stream: gather_rows(slots, stream=1 - stream)),
 }
 
 
