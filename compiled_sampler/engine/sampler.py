@@ -586,9 +586,8 @@ class Sampler(RequestHolder):
         """Compile and capture every step that the sampler was made for.
 
         No other call waits for Inductor: it runs in eager torch, with the same bits, until background processes have
-        compiled its stages. Without any ``warmup`` hand-written kernels are compiled at their first launch. After
-        ``warmup`` calls of up to ``max_num_requests`` rows, of verifications as many requests, run compiled stages and
-        replay graphs; so do calls of any other kind that were made before, compiled.
+        compiled its stages. After ``warmup`` calls of up to ``max_num_requests`` rows, of verifications as many
+        requests, run compiled stages and replay graphs; so do calls of any other kind that were made before, compiled.
 
         Args:
             progress: called as ``progress(done, total, label)`` for each stage that is ready, each step that ran, then

@@ -231,6 +231,8 @@ class StepRunner:
         if self._stages is not None:
             self._compile(self._stages, steps, progress, waits=waits)
         self._failed_captures.clear()
+        if self._stages is not None and self._stages.lacks_kernels:
+            return  # the warning of their stages said so
         if self.backend == "graph" and waits:
             self._cache.warmup([step.name for step in steps], progress=progress)
         elif self.backend == "graph":

@@ -100,6 +100,8 @@ class CompiledStages:
         if self._runs_as_is(stage):
             if not self._is_set_up:
                 self._set_up(next(leaf for leaf in leaves(tensors) if leaf is not None).device)
+            if is_hand_written(stage):
+                StageCode.of(stage, tensors, static).check_not_capturing()  # the host waits for what stands in for it
             return without_kernels(stage, *tensors, **static)
         shapes = _shapes_of(stage, tensors, static)
         found = self._called.get(shapes)
@@ -121,6 +123,11 @@ class CompiledStages:
     def are_settled(self) -> bool:
         """Whether no stage that was called or asked for waits for its compiled form."""
         return not any(each.state == "queued" for each in [*self._wanted.values()])
+
+    @property
+    def lacks_kernels(self) -> bool:
+        """Whether torch stands in for hand-written kernels that do not compile, so that nothing can be captured."""
+        return any(map(is_hand_written, self._eager))
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """What two chains return, the first from a second stream; a CUDA graph that records both lets them overlap."""
@@ -274,8 +281,10 @@ class CompiledStages:
         in_torch = functools.partial(without_kernels, stage, **static)
         if known is None:
             (known,) = self._ask([code])
-        if known.state == "ready":  # for other numbers of rows; warmup() compiles such a stage again
-            return in_torch
+        if known.state == "ready":
+            if self._compiled(code) is not None:  # since the caller looked
+                return self._first_call(shapes, code)
+            return in_torch  # it is for other numbers of rows; warmup() compiles such a stage again
 
         def run(*tensors: Any) -> Any:
             wanted = self._wanted.get(key, known)  # a warm-up may have asked for it anew

@@ -31,6 +31,9 @@ GROUP, FEW_ROWS = 4, 32
 """Rows of a large batch that a program looks at, where few race: thousands that end at once take 5 us. Up to the second
 number a program of a race looks at one row, and few rows are measured."""
 
+BRACKETS = 2 * 132
+"""Rows whose samples are searched at once with 8 warps each; of more rows, without masses, with 4."""
+
 _RACING = 24 * 132  # programs that race at once
 _PARTS = MOST_PARTS, 198, 132, 99, 66, 49, 33, 24, 16, 12  # of a row; few, as stages that read parts depend on them
 _ALIGNED = 16  # entries; so that each list begins where wide loads can
@@ -62,3 +65,9 @@ def part_tiles(vocab_size: int, num_rows: int, tile: int = TILE, *, weighs: bool
 def num_parts(vocab_size: int, num_rows: int, *, weighs: bool) -> int:
     """Parts of a row."""
     return -(-vocab_size // (TILE * part_tiles(vocab_size, num_rows, weighs=weighs)))
+
+
+def launch_class(vocab_size: int, num_rows: int) -> tuple[int, ...]:
+    """What launches for numbers of rows share that one compiled form of each kernel serves."""
+    parts = (part_tiles(vocab_size, num_rows, weighs=weighs) for weighs in (True, False))
+    return (num_rows >= GROUP, num_rows > FEW_ROWS, num_rows > BRACKETS, *parts)

@@ -43,6 +43,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 from compiled_sampler.exact.triton import (
+    BRACKETS,
     FEW_ROWS,
     GROUP,
     LONGEST,
@@ -60,7 +61,6 @@ from compiled_sampler.exact.triton.race import race_kernel
 from compiled_sampler.exact.triton.records import BRACKET_FIELDS, SUM_FIELDS
 
 _SAMPLE, _RUN = 4096, 16  # tokens of a sample, in runs of neighbours
-_BRACKETS = 2 * 132  # rows whose samples are searched at once with 8 warps each; of more rows, without masses, with 4
 _SAMPLES = 8  # looked at for a proof, at most: a wait each
 _STEPS = 4  # of the search in the sample: each leaves about a fifth
 _DEVIATIONS = 4.5  # half of a bracket's width; more makes longer lists, less misses more often
@@ -197,7 +197,7 @@ def launch_bracket(
         | {"DEVIATIONS": _DEVIATIONS, "PIVOTS": _PIVOTS, "FEW": _FEW, "MAX_PARTS": MOST_PARTS}
         | {"MAX_SAMPLES": _SAMPLES},
         maxnreg=128,
-        num_warps=4 if is_first and num_rows > _BRACKETS else 8,
+        num_warps=4 if is_first and num_rows > BRACKETS else 8,
     )
 
 

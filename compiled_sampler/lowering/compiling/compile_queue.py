@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from compiled_sampler.exact.threshold import triton_operators
 from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, HandWritten, StageCode, fault_of
-from compiled_sampler.lowering.inductor.compilation import Compiled, import_compilers
+from compiled_sampler.lowering.inductor.compilation import Compiled, import_compilers, set_up_triton
 from compiled_sampler.lowering.stages.stage_call import StageCall
 from compiled_sampler.lowering.stages.tuning import is_hand_written
 from compiled_sampler.pipeline.schedule import is_gpu
@@ -153,7 +152,8 @@ class CompileQueue:
     def _serve(self) -> None:
         """Take one stage after the other, until none came for a while."""
         process = CompileProcess()
-        time.sleep(self._head_start)
+        with self.lock:
+            self.lock.wait_for(lambda: self._is_over, self._head_start)
         try:
             while (wanted := self._next()) is not None:
                 try:
@@ -259,8 +259,10 @@ def _loaded(call: StageCall) -> tuple[Compiled | None, Path | None]:
 
 def _launchable(call: StageCall) -> HandWritten:
     """A stage whose hand-written kernels Triton keeps; its next call imports nothing."""
-    if any(is_gpu(spec.device) for spec in call.specs):
+    device = call.specs[0].device
+    if is_gpu(device):
         with _with_compilers():
+            set_up_triton(device)
             triton_operators()
     return HandWritten(call.stage, call.static)
 

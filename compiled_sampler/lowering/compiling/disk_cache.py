@@ -78,7 +78,7 @@ def store(path: Path, compiled: Compiled) -> None:
 def claimed(path: Path | None) -> Iterator[None]:
     """Within, no other process compiles the stage that is kept at a place, unless this one takes very long."""
     # A process that ends lets go, however it ends. Where no file can be locked, none waits for another. Threads take
-    # the lock of versions before: one that held a claim and waited for that lock would be waited for by its holder.
+    # the lock of compilers before: one that held a claim and waited for that lock would be waited for by its holder.
     lock = None if path is None else _lock_of(path)
     if lock is not None:
         try:

@@ -18,7 +18,7 @@ from compiled_sampler.lowering.inductor.compilation import Compiled, Options, co
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.stages.stage_call import StageCall, is_far, layout, leaves, table_layouts, unshared
-from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written, tuning_of
+from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written, launch_class_of, tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
 
 EXACT_OPTIONS: Options = {
@@ -46,7 +46,7 @@ class HandWritten(NamedTuple):
         return self.stage(*tensors, **self.static)
 
     def guard_check(self, *_: Any) -> bool:
-        """They serve every shape."""
+        """Numbers of rows that others serve have other keys."""
         return True
 
     def disable_guard_check(self) -> None:
@@ -73,7 +73,8 @@ class StageCode(NamedTuple):
         device, rows = present[0].device, max(leaf.shape[0] for leaf in present)
         far = any(map(is_far, present))
         hint = rows if far else tuning_of(stage).rows_hint(rows, device, static.get("block", 0))
-        return cls(stage, tensors, static, hint, device, (stage, *static.items(), far or hint, *map(layout, given)))
+        classes = far or hint, *launch_class_of(stage, rows, static)
+        return cls(stage, tensors, static, hint, device, (stage, *static.items(), *classes, *map(layout, given)))
 
     @classmethod
     def of_call(cls, call: StageCall) -> StageCode:

@@ -41,6 +41,7 @@ from compiled_sampler.exact.threshold import (
     threshold_from_candidates,
     threshold_without_candidates,
 )
+from compiled_sampler.exact.triton import launch_class
 from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.candidates import (
     STORED_BLOCK,
@@ -359,3 +360,8 @@ def tuning_of(stage: Stage) -> StageTuning:
 def is_hand_written(stage: Stage) -> bool:
     """Whether a stage has kernels of its own on a GPU, which torch stands in for until they are compiled."""
     return stage in IN_TORCH
+
+
+def launch_class_of(stage: Stage, rows: int, static: Mapping[str, Any]) -> tuple[int, ...]:
+    """What calls of a stage with kernels of its own share that the same compiled ones serve; of others nothing."""
+    return launch_class(static["vocab_size"], rows) if is_hand_written(stage) else ()

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from compiled_sampler import LogitEdit, Logprobs, Sampler, SamplingParams
-from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
 from compiled_sampler.edits.bias import BiasLists
 from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima
@@ -32,8 +30,7 @@ def told(schedule):
 
 
 def drawn(schedule, inputs, run=call):
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
-    return edit_and_draw(schedule, inputs.logits, row_slots, inputs.edits, None, None, TARGET, run)
+    return edit_and_draw(schedule, inputs, run)
 
 
 @pytest.mark.parametrize(

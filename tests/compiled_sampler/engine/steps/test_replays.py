@@ -112,7 +112,7 @@ class Twins:
             return out
 
         found, wanted = map(made, self.pair)
-        self.pair[1]._calls._runs.clear()
+        self.pair[1]._calls._launches.clear()
         return same(found, wanted)
 
 

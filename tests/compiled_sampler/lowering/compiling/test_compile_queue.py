@@ -42,7 +42,7 @@ from compiled_sampler.lowering.compiling.compile_queue import (
     number_of_processes,
 )
 from compiled_sampler.lowering.compiling.disk_cache import claimed
-from compiled_sampler.lowering.compiling.stage_code import StageCode
+from compiled_sampler.lowering.compiling.stage_code import HandWritten, StageCode
 from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.inputs import sample_inputs
@@ -299,6 +299,48 @@ def test_hand_written_kernels_that_do_not_compile_are_left_to_torch(launches, mo
         assert races_right(stages)
     assert not launches
     assert stages.status().eager_stages == {"launched": "it fails with RuntimeError: no C compiler"}
+
+
+def test_a_capture_is_refused_where_torch_stands_in_for_kernels_that_do_not_compile(launches, monkeypatch):
+    stages = CompiledStages()
+    with (
+        mock.patch.object(StageCode, "compiled", side_effect=RuntimeError("no C compiler")),
+        stages.compiling_at_calls(),
+        pytest.warns(StageWarning),
+    ):
+        assert races_right(stages)
+    assert stages.lacks_kernels
+    monkeypatch.setattr(StageCode, "check_not_capturing", mock.Mock(side_effect=RuntimeError("not compiled")))
+    with pytest.raises(RuntimeError, match="not compiled"):
+        races_right(stages)
+
+
+def test_numbers_of_rows_whose_kernels_differ_are_compiled_apart():
+    def key(rows: int) -> Any:
+        tensors = torch.zeros(rows, 129), torch.zeros(rows)
+        return StageCode.of(row_race.race_top_k, tensors, {"vocab_size": 129}).key
+
+    assert len({key(rows) for rows in (2, 8, 40, 300)}) == 4
+    assert key(40) == key(41)
+
+
+def test_code_that_comes_while_a_call_looks_for_it_is_taken(launches):
+    stages = CompiledStages()
+    with mock.patch.object(QUEUE, "put"):  # no thread takes it
+        assert races_right(stages)
+    (wanted,) = stages._wanted.values()
+    stages._called.clear()
+    before, compiled = stages._compiled, HandWritten(row_race.race_top_k, {"vocab_size": 129})
+
+    def looked(code: StageCode) -> Any:
+        found = before(code)
+        wanted.state, wanted.compiled = "ready", compiled  # by a thread
+        return found
+
+    with mock.patch.object(stages, "_compiled", looked):
+        assert races_right(stages)
+    assert races_right(stages)
+    assert launches == [3, 3]
 
 
 def test_without_processes_stages_stay_eager(monkeypatch):
