@@ -105,7 +105,7 @@ class CompileQueue:
         self._taken: list[WantedStage] = []
         self._threads: set[threading.Thread] = set()
         self._most_threads, self._head_start, self._built, self._is_over = 0, 0.0, 0, False
-        self._is_forked = False
+        self._is_forked = self._has_warned = False
 
     def put(self, stages: Sequence[WantedStage], device: torch.device, *, first: bool = False) -> None:
         """Have stages compiled in the background, in this order, or before all others."""
@@ -113,6 +113,11 @@ class CompileQueue:
         with self.lock:
             for wanted in stages:
                 wanted.state, wanted.reason = ("queued", "") if number else ("eager", NO_PROCESS)
+            if not number and PROCESSES_VARIABLE not in os.environ and not self._has_warned:
+                self._has_warned = True
+                _logger.warning(
+                    "stages stay in eager torch until warmup(), as too little GPU memory is free to compile"
+                )
             if number:
                 self._waiting.extendleft(reversed(stages)) if first else self._waiting.extend(stages)
                 self._most_threads = number

@@ -482,6 +482,15 @@ def test_the_number_of_processes_follows_cores_memory_and_the_variable(monkeypat
         number_of_processes(CPU)
 
 
+def test_that_memory_is_too_short_to_compile_is_said_once(monkeypatch, caplog):
+    monkeypatch.delenv(PROCESSES_VARIABLE)
+    monkeypatch.setattr(compile_queue, "number_of_processes", lambda _: 0)
+    queue = compile_queue.CompileQueue()
+    for _ in range(2):
+        queue.put([], CPU)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
