@@ -23,7 +23,6 @@ REAL = tuple(
         "layers.logprob_processor",
         "sampling.sampling_batch_info",
         "plugins.hook_registry",
-        "arg_groups.choices",
     )
 )
 _ADAPTER = "compiled_sampler.integrations.sglang"
@@ -75,21 +74,7 @@ def configure(config: SimpleNamespace) -> None:
     batches: Any = importlib.import_module("sglang.srt.managers.schedule_batch")
     batches.ScheduleBatch = type("ScheduleBatch", (), {})
     arguments: Any = importlib.import_module("sglang.srt.server_args")
-    arguments.SAMPLING_BACKEND_CHOICES = importlib.import_module(
-        "sglang.srt.arg_groups.choices"
-    ).SAMPLING_BACKEND_CHOICES
-
-
-class _Capture(NamedTuple):
-    weights: Tensor
-    token_ids: Any
-    selected_weight: Any
-    batch_rows: Tensor
-
-
-class _MaskOutput(NamedTuple):
-    token_ids: Tensor
-    lengths: Tensor
+    arguments.SAMPLING_BACKEND_CHOICES = {"flashinfer", "pytorch", "ascend"}
 
 
 class _LogprobResult(NamedTuple):
@@ -121,11 +106,14 @@ def stand_ins(config: SimpleNamespace) -> dict[str, dict[str, Any]]:
         def _sync_token_ids_across_tp(self, batch_next_token_ids: Tensor, sampling_info: Any) -> None:
             pass
 
-        def _build_sampling_mask_output(
-            self, batch_next_token_ids: Tensor, sampling_mask_capture: _Capture, support_capture_indices: Any
-        ) -> _MaskOutput:
-            weights, ids = sampling_mask_capture.weights.sort(dim=-1, descending=True, stable=True)
-            return _MaskOutput(ids, (weights > 0).sum(-1))
+        def _attach_sampling_mask_to_output(
+            self, logits_output: Any, sampling_info: Any, batch_next_token_ids: Tensor, sampling_mask_data: Any
+        ) -> None:
+            ids, _, is_kept, _ = sampling_mask_data
+            asked = zip(sampling_info.return_sampling_masks, ids, is_kept, strict=True)
+            logits_output.next_token_sampling_mask_idx = [
+                row[mask].tolist() if is_asked else None for is_asked, row, mask in asked
+            ]
 
     def fields(name: str) -> list[tuple[str, Any, Any]]:
         return [(each, Any, dataclasses.field(default=None)) for each in INTERFACE.fields[name]]
@@ -133,11 +121,7 @@ def stand_ins(config: SimpleNamespace) -> dict[str, dict[str, Any]]:
     outputs, info = "sglang.srt.layers.logits_processor:LogitsProcessorOutput", f"{_BATCH_INFO}:SamplingBatchInfo"
     made = [(each, Any, None) for each in ("vocab_size", "next_token_logprobs")]
     return {
-        "sglang.srt.layers.sampler": {
-            "Sampler": Sampler,
-            "_SamplingMaskCapture": _Capture,
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": False,
-        },
+        "sglang.srt.layers.sampler": {"Sampler": Sampler, "SGLANG_RETURN_ORIGINAL_LOGPROB": False},
         "sglang.srt.layers.logits_processor": {
             "LogitsProcessorOutput": dataclasses.make_dataclass("LogitsProcessorOutput", [*fields(outputs), made[1]])
         },
@@ -186,13 +170,14 @@ def batch_info(laws: list[dict[str, Any]], seeds: list[int] | None, **changed: A
         "need_top_k_sampling": any(law["top_k"] != TOP_K_ALL for law in full),
         "need_top_p_sampling": any(law["top_p"] != 1.0 for law in full),
         "need_min_p_sampling": any(law["min_p"] > 0 for law in full),
-        "max_top_k": most if most < TOP_K_ALL else None,
         "vocab_size": 64,
     }
     kind = named(f"{_BATCH_INFO}:SamplingBatchInfo")
     if "is_any_greedy" in {each.name for each in dataclasses.fields(kind)}:
         fields["is_any_greedy"] = any(law["top_k"] <= 1 for law in full)
-    return kind(**fields, **changed)
+    info = kind(**fields, **changed)
+    info.max_top_k = most  # as the plugin's hook sets it
+    return info
 
 
 def outputs_of(logits: Tensor) -> Any:

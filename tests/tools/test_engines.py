@@ -25,16 +25,16 @@ def test_the_source_of_an_engine_is_unpacked_once_and_without_what_is_no_python(
     monkeypatch.setattr(published_source, "ROOT", tmp_path)
 
     def download(command: list[str], check: bool) -> None:
-        assert {"--no-deps", "sglang==0.5.23"} <= set(command)
+        assert {"--no-deps", "sglang==0.5.17"} <= set(command)
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "a.whl", "w") as wheel:
-            for name in ("sglang/a.py", "sglang/kernel.so", "sglang-0.5.23.dist-info/METADATA"):
+            for name in ("sglang/a.py", "sglang/kernel.so", "sglang-0.5.17.dist-info/METADATA"):
                 wheel.writestr(name, "")
 
     with mock.patch.object(published_source.subprocess, "run", side_effect=download) as running:
         for _ in range(2):
             published_source.prepare(Path("python"), "sglang", None)
     assert running.call_count == 1
-    assert published_source.unpacked_version("sglang") == "0.5.23"
+    assert published_source.unpacked_version("sglang") == "0.5.17"
     assert published_source.unpacked_version("other") == ""
     found = sorted(path.name for path in (tmp_path / ".engines" / "sglang").rglob("*") if path.is_file())
     assert found == ["METADATA", "a.py"]

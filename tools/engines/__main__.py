@@ -10,7 +10,7 @@ Command line::
 The engines, xgrammar for its masks, and psutil, which continuous batching needs on a CPU, are installed into
 ``.engines``, which is kept: transformers beside the versions of constraints.txt, the newest that pip finds or the one
 named; vLLM for the CPU in ``.engines/vllm``, with the torch that it wants. SGLang does not run without a
-GPU: its wheel is unpacked, 80 MB, and the adapter is tested against the published source. Needs nothing but Python.
+GPU: its wheel is unpacked, 22 MB, and the adapter is tested against the published source. Needs nothing but Python.
 """
 
 from __future__ import annotations

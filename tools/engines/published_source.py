@@ -9,10 +9,10 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-VERSIONS = {"sglang": "0.5.23"}
+VERSIONS = {"sglang": "0.5.17"}
 """Of each package, which the tests passed with."""
 TESTS = {name: f"tests/compiled_sampler/integrations/{name}" for name in VERSIONS}
-_ANY_WHEEL = ("--no-deps", "--only-binary=:all:", "--python-version=3.11", "--platform=manylinux_2_34_x86_64")
+_ANY_WHEEL = ("--no-deps", "--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_34_x86_64")
 
 
 def folder(name: str) -> Path:

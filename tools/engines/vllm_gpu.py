@@ -24,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -69,7 +70,8 @@ class Process:
 
     def __init__(self, case: dict[str, Any], environment: dict[str, str], log: Path) -> None:
         """Start it; it is ready when ``started`` returns."""
-        command = [sys.executable, "-W", "ignore", "-m", "tools.engines.vllm_process", json.dumps(case)]
+        module = case.get("module", "tools.engines.vllm_process")
+        command = [sys.executable, "-W", "ignore", "-m", module, json.dumps(case)]
         self.name, self._log = case["name"], log.open("w")
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._log}
         environment = {**os.environ, **environment}
@@ -86,8 +88,9 @@ class Process:
         return self._read()
 
     def stop(self) -> None:
-        """End it."""
-        self._process.kill()
+        """End it, and the processes that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
     def _read(self) -> dict[str, Any]:

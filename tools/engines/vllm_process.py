@@ -291,11 +291,11 @@ def _is_within(time_us: float, spans: list[tuple[float, float]]) -> bool:
     return any(start <= time_us <= end for start, end in spans)
 
 
-def main() -> None:
-    """Answer questions until there are none."""
+def answer_questions(kind: Callable[[dict[str, Any]], Any]) -> None:
+    """Start an engine of a kind and answer questions until there are none."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what vLLM prints is no answer
-    engine = Engine(json.loads(sys.argv[1]))
+    os.dup2(2, 1)  # what an engine prints is no answer
+    engine = kind(json.loads(sys.argv[1]))
     print(json.dumps(engine.started), file=answers)
     for line in sys.stdin:
         try:
@@ -310,4 +310,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_questions(Engine)

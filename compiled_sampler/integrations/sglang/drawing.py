@@ -38,8 +38,6 @@ class CompiledSampler(stock.Sampler):  # type: ignore[misc]
         top_logprobs_nums: list[int],
         token_ids_logprobs: list[Any],
         positions: Tensor,  # of the last token that each row read
-        *,
-        logprob_logits: Tensor | None = None,  # where a watermark has changed the others
     ) -> Tensor:
         """One token for every row, int32 ``[B]``; a row without any token gets 0, as SGLang's argmax gives."""
         logits = self._preprocess_logits(logits_output.next_token_logits, sampling_info)
@@ -53,21 +51,16 @@ class CompiledSampler(stock.Sampler):  # type: ignore[misc]
         )
         token_ids = drawn.token_ids.clamp(min=0).to(torch.int32)
         if return_logprob:
-            of = logits if logprob_logits is None else self._preprocess_logits(logprob_logits, sampling_info)
             self.output_logprob_processor.compute_logprobs(
-                _logprobs(of, sampling_info), top_logprobs_nums, token_ids_logprobs, token_ids
+                _logprobs(logits, sampling_info), top_logprobs_nums, token_ids_logprobs, token_ids
             ).write_output_to(logits_output)
+        if any(sampling_info.return_sampling_masks or []):
+            law = functional.probs(logits, backend=self._backend, **arguments)
+            ids = torch.arange(law.shape[1], device=law.device).expand_as(law)
+            support = (ids, law, law > 0, law)  # of the law that the tokens were drawn from
+            self._attach_sampling_mask_to_output(logits_output, sampling_info, token_ids.long(), support)
         self._sync_token_ids_across_tp(token_ids, sampling_info)
-        if sampling_info.sampling_mask_batch_indices is not None:
-            logits_output.sampling_mask_output = self._sampling_mask(logits, arguments, sampling_info, token_ids)
         return token_ids
-
-    def _sampling_mask(self, logits: Tensor, arguments: dict[str, Any], info: Any, token_ids: Tensor) -> Any:
-        """SGLang's SamplingMaskOutput, of the law that the tokens were drawn from."""
-        rows = info.sampling_mask_batch_indices
-        law = functional.probs(logits[rows], backend=self._backend, **of_rows(arguments, rows))
-        capture = stock._SamplingMaskCapture(weights=law, token_ids=None, selected_weight=None, batch_rows=rows)
-        return self._build_sampling_mask_output(token_ids, capture, info.sampling_support_logprobs_capture_indices)
 
 
 def _seeds(info: Any, logits: Tensor) -> Tensor:
@@ -108,11 +101,6 @@ def law_arguments(info: Any) -> dict[str, Any]:
         "top_k": info.top_ks if info.need_top_k_sampling else 0,
         "top_p": info.top_ps if info.need_top_p_sampling else 1.0,
         "min_p": info.min_ps if info.need_min_p_sampling else 0.0,
-        "mode": narrow_mode(info.max_top_k) if info.need_top_k_sampling else None,
+        "mode": narrow_mode(getattr(info, "max_top_k", None)) if info.need_top_k_sampling else None,
         "top_p_base": "all",  # as SGLang's filters are ("joint")
     }
-
-
-def of_rows(arguments: dict[str, Any], rows: Tensor) -> dict[str, Any]:
-    """The arguments of some rows, int64 ``[n]``."""
-    return {name: value[rows] if isinstance(value, Tensor) else value for name, value in arguments.items()}

@@ -24,7 +24,7 @@ VARIABLE = "COMPILED_SAMPLER_SGLANG"
 NAME = "compiled_sampler"  # of the backend: ``--sampling-backend compiled_sampler``
 DETERMINISTIC = "pytorch"
 """The backend that ``--enable-deterministic-inference`` puts in place of any other; it is taken too."""
-_SEEDED = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
+_BATCHES = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo"
 _BACKEND: list[str] = []  # the backend of ``functional``, once the adapter is on in this process
 
 
@@ -55,7 +55,7 @@ def install(*, backend: str = "auto") -> None:
 
 
 def _install(backend: str) -> None:
-    """Register the backend under both names, and once the hook that brings seeds."""
+    """Register the backend under both names, and once the hooks that bring seeds and the bound of top_k."""
     from sglang.srt.layers.sampler import register_sampler_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -63,7 +63,9 @@ def _install(backend: str) -> None:
         check_version(version("sglang"))
         for name in (NAME, DETERMINISTIC):
             register_sampler_backend(name, _made)
-        HookRegistry.register(_SEEDED, with_seeds, HookType.AFTER)
+        hooks = {"from_schedule_batch": completed, "merge_batch": merged, "copy_for_forward": copied}
+        for name, hook in hooks.items():
+            HookRegistry.register(f"{_BATCHES}.{name}", hook, HookType.AFTER)
     _BACKEND[:] = [backend]
 
 
@@ -73,14 +75,26 @@ def _made() -> Any:
     return CompiledSampler(_BACKEND[0])
 
 
-def with_seeds(info: Any, _: Any, batch: Any, vocab_size: int) -> None:
-    """Set the seeds of a batch that SGLang gave none, as it does unless its mode is deterministic."""
+def completed(info: Any, _: Any, batch: Any, vocab_size: int) -> None:
+    """Set the bound of top_k, and the seeds of a batch that SGLang gave none, as it does unless it is deterministic."""
     from sglang.srt.runtime_context import get_device, get_exec
 
+    top_ks = [each.sampling_params.top_k for each in batch.reqs]
+    info.max_top_k = max(top_ks, default=0)
     if info.sampling_seed is None and get_exec().kernel.sampling_backend in (NAME, DETERMINISTIC):
         salt = get_device().random_seed
         seeds = [request_seed(each, salt) for each in batch.reqs]
         info.sampling_seed = torch.tensor(seeds, dtype=torch.int64).to(info.temperatures.device, non_blocking=True)
+
+
+def merged(_: None, info: Any, other: Any) -> None:
+    """Set the bound of top_k of a batch that has taken in another; a batch that was filtered keeps its own."""
+    info.max_top_k = max(info.max_top_k, other.max_top_k)
+
+
+def copied(copy: Any, info: Any) -> None:
+    """Give the bound of top_k to the copy that a step draws from."""
+    copy.max_top_k = info.max_top_k
 
 
 def request_seed(request: Any, salt: int) -> int:
@@ -100,8 +114,8 @@ def from_text(text: str) -> str | None:
     return text
 
 
-OLDEST, NEWEST = "0.5.23", "0.5.23"
-"""The versions whose published source the tests passed with; a newer one is taken while it has what is called."""
+OLDEST, NEWEST = "0.5.17", "0.5.17"
+"""The versions that the adapter was run in; another one is refused where it differs in what is called."""
 
 _SAMPLER = "sglang.srt.layers.sampler:Sampler"
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo"
@@ -110,12 +124,12 @@ INTERFACE = Interface(
     parameters={
         f"{_SAMPLER}.forward": (
             "self", "logits_output", "sampling_info", "return_logprob", "top_logprobs_nums", "token_ids_logprobs",
-            "positions", "logprob_logits",
+            "positions",
         ),
         f"{_SAMPLER}._preprocess_logits": ("self", "logits", "sampling_info"),
         f"{_SAMPLER}._sync_token_ids_across_tp": ("self", "batch_next_token_ids", "sampling_info"),
-        f"{_SAMPLER}._build_sampling_mask_output": (
-            "self", "batch_next_token_ids", "sampling_mask_capture", "support_capture_indices",
+        f"{_SAMPLER}._attach_sampling_mask_to_output": (
+            "self", "logits_output", "sampling_info", "batch_next_token_ids", "sampling_mask_data",
         ),
         "sglang.srt.layers.sampler:register_sampler_backend": ("backend", "factory"),
         "sglang.srt.layers.logprob_processor:OutputLogprobProcessor.compute_logprobs": (
@@ -123,14 +137,16 @@ INTERFACE = Interface(
         ),
         "sglang.srt.plugins.hook_registry:HookRegistry.register": ("target", "hook", "hook_type", "source"),
         f"{_BATCH_INFO}.from_schedule_batch": ("batch", "vocab_size"),
+        f"{_BATCH_INFO}.merge_batch": ("self", "other"),
+        f"{_BATCH_INFO}.copy_for_forward": ("self",),
     },
     fields={
-        "sglang.srt.layers.sampler:_SamplingMaskCapture": ("weights", "token_ids", "selected_weight", "batch_rows"),
-        "sglang.srt.layers.logits_processor:LogitsProcessorOutput": ("next_token_logits", "sampling_mask_output"),
+        "sglang.srt.layers.logits_processor:LogitsProcessorOutput": (
+            "next_token_logits", "next_token_sampling_mask_idx",
+        ),
         _BATCH_INFO: (
             "temperatures", "top_ks", "top_ps", "min_ps", "sampling_seed", "is_all_greedy", "need_top_k_sampling",
-            "need_top_p_sampling", "need_min_p_sampling", "max_top_k", "sampling_mask_batch_indices",
-            "sampling_support_logprobs_capture_indices",
+            "need_top_p_sampling", "need_min_p_sampling", "return_sampling_masks",
         ),
     },
     attributes={

@@ -39,9 +39,9 @@ def test_the_published_source_has_everything() -> None:
     [
         ("sampling/sampling_params.py", f"TOP_K_ALL = 1 << {TOP_K_ALL.bit_length() - 1}\n"),
         ("sampling/sampling_params.py", "    sampling_seed: Optional[int] = None\n"),
-        ("arg_groups/fields/spec.py", "    speculative_algorithm: A["),
-        ("arg_groups/fields/device.py", "    random_seed: A["),
-        ("arg_groups/fields/exec_.py", "    sampling_backend: A["),
+        ("server_args.py", "    speculative_algorithm: A["),
+        ("server_args.py", "    random_seed: A["),
+        ("server_args.py", "    sampling_backend: A["),
         ("arg_groups/overrides.py", 'return {"sampling_backend": "pytorch"}'),
         ("model_executor/model_runner.py", "self.sampler = create_sampler()"),
         ("model_executor/model_runner.py", "else forward_batch.seq_lens - 1"),
@@ -62,7 +62,7 @@ def test_a_version_that_lacks_something_is_refused_by_its_name(name: str) -> Non
         check_version("9.9.9", without(name))
 
 
-@pytest.mark.parametrize("version", ["0.5.22", "0.4.10", "dev"])
+@pytest.mark.parametrize("version", ["0.5.16", "0.4.10", "dev"])
 def test_an_older_version_is_refused_with_those_that_work(version: str) -> None:
     with pytest.raises(ImportError, match=rf"must be {OLDEST} or newer, got {version}; install a version"):
         check_version(version)
@@ -97,8 +97,8 @@ def test_sglang_finds_the_plugin_which_does_nothing_unless_it_is_told(plugin: An
 def test_sglang_makes_the_adapter_under_its_name_and_under_that_of_the_deterministic_mode(
     plugin: Any, config: SimpleNamespace, backend: str
 ) -> None:
-    from sglang.srt.arg_groups.choices import SAMPLING_BACKEND_CHOICES
     from sglang.srt.layers.sampler import create_sampler
+    from sglang.srt.server_args import SAMPLING_BACKEND_CHOICES
 
     plugin.install(backend="eager")
     plugin.load()
@@ -110,8 +110,8 @@ def test_sglang_makes_the_adapter_under_its_name_and_under_that_of_the_determini
     assert type(create_sampler()).__name__ == "Sampler"
 
 
-def requests(seeds: dict[str, int | None]) -> list[Any]:
-    law = {"temperature": 1.0, "top_p": 1.0, "top_k": TOP_K_ALL, "min_p": 0.0, "logit_bias": None}
+def requests(seeds: dict[str, int | None], top_k: int = TOP_K_ALL) -> list[Any]:
+    law = {"temperature": 1.0, "top_p": 1.0, "top_k": top_k, "min_p": 0.0, "logit_bias": None}
     rest = {"return_sampling_mask": False, "custom_logit_processor": None, "sampling_logprobs_mode": None}
     return [
         SimpleNamespace(rid=rid, sampling_params=SimpleNamespace(sampling_seed=seed, **law), **rest)
@@ -119,10 +119,10 @@ def requests(seeds: dict[str, int | None]) -> list[Any]:
     ]
 
 
-def batch_of(seeds: dict[str, int | None]) -> Any:
+def batch_of(seeds: dict[str, int | None], top_k: int = TOP_K_ALL) -> Any:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
-    return SamplingBatchInfo.from_schedule_batch(SimpleNamespace(reqs=requests(seeds), device="cpu"), 64)
+    return SamplingBatchInfo.from_schedule_batch(SimpleNamespace(reqs=requests(seeds, top_k), device="cpu"), 64)
 
 
 def test_a_batch_of_sglang_brings_seeds_that_stay_with_its_rows(plugin: Any, config: SimpleNamespace) -> None:
@@ -142,6 +142,21 @@ def test_a_batch_of_sglang_brings_seeds_that_stay_with_its_rows(plugin: Any, con
     config.exec.kernel.sampling_backend = "pytorch"
     config.exec.deterministic.enable_deterministic_inference = True
     assert batch_of({"a": 5, "b": None}).sampling_seed.tolist() == [5, 42]  # SGLang's own
+
+
+def test_the_bound_of_top_k_stays_with_a_batch_and_an_unbounded_row_ends_it(plugin: Any) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from compiled_sampler.integrations.sglang.drawing import law_arguments
+
+    plugin.install(backend="eager")
+    HookRegistry.apply_hooks()
+    batch = batch_of({"a": 5}, top_k=20)
+    batch.merge_batch(batch_of({"b": 6}, top_k=50))
+    batch.filter_batch([0], torch.tensor([0]))
+    assert law_arguments(batch.copy_for_forward())["mode"] == "top_k_top_p[64]"
+    batch.merge_batch(batch_of({"c": 7}))
+    assert law_arguments(batch.copy_for_forward())["mode"] is None
 
 
 def test_a_batch_as_sglang_makes_it_is_drawn_from(plugin: Any) -> None:

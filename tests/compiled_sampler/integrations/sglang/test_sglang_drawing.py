@@ -118,31 +118,29 @@ def test_logprobs_are_sglangs_of_the_temperature_and_without_filters() -> None:
     drawn = draw(logits, info, POSITIONS, outputs, return_logprob=True)
     law = torch.log_softmax(logits / info.temperatures, -1)
     assert torch.equal(outputs.next_token_logprobs, law.gather(1, drawn.long()[:, None])[:, 0])
-    draw(logits, info, POSITIONS, outputs, return_logprob=True, logprob_logits=torch.zeros_like(logits))
-    torch.testing.assert_close(outputs.next_token_logprobs, torch.full((ROWS,), -float(np.log(VOCAB))))
 
 
 @pytest.mark.usefixtures("config")
 def test_the_sampling_mask_is_what_the_token_was_drawn_from() -> None:
-    logits, rows = logits_of(ROWS), torch.tensor([0, 3, 5])
-    info = batch_info(LAWS, SEEDS, sampling_mask_batch_indices=rows)
-    outputs = outputs_of(logits.clone())
+    logits, rows = logits_of(ROWS), [0, 3, 5]
+    outputs, info = outputs_of(logits.clone()), batch_info(LAWS, SEEDS)
+    info.return_sampling_masks = [row in rows for row in range(ROWS)]
     drawn = draw(logits, info, POSITIONS, outputs)
     sampler, plan = sampler_with(LAWS, SEEDS)
-    law, mask = sampler.probs(plan, logits), outputs.sampling_mask_output
-    for place, row in enumerate(rows.tolist()):
-        kept = mask.token_ids[place, : int(mask.lengths[place])].tolist()
-        assert sorted(kept) == law[row].nonzero()[:, 0].tolist()
-        assert int(drawn[row]) in kept
+    law, masks = sampler.probs(plan, logits), outputs.next_token_sampling_mask_idx
+    assert [row for row, mask in enumerate(masks) if mask is not None] == rows
+    for row in rows:
+        assert sorted(masks[row]) == law[row].nonzero()[:, 0].tolist()
+        assert int(drawn[row]) in masks[row]
 
 
 @pytest.mark.usefixtures("config")
 def test_top_p_is_a_share_of_the_whole_row_as_sglangs_joint_filters_are() -> None:
     logits = logits_of(1) / 30  # 10 of 64 tokens hold less than half of the row
     outputs = outputs_of(logits)
-    info = batch_info([{"top_k": 10, "top_p": 0.5}], [1], sampling_mask_batch_indices=torch.tensor([0]))
+    info = batch_info([{"top_k": 10, "top_p": 0.5}], [1], return_sampling_masks=[True])
     draw(logits, info, POSITIONS[:1], outputs)
-    assert outputs.sampling_mask_output.lengths.tolist() == [10]
+    assert len(outputs.next_token_sampling_mask_idx[0]) == 10
 
 
 def test_an_engine_with_speculation_or_a_trainers_law_is_refused_at_its_start(config: SimpleNamespace) -> None:
