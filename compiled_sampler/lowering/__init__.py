@@ -6,9 +6,10 @@ Modules and folders, from the entry point down::
     comparison                  on an untested torch: a compiled stage against eager torch, bit for bit, before its use
     compile_worker              the program that compile_processes starts: compiles stages and keeps them on disk
 
-    compiling.stage_code        StageCode: the code of one stage, from disk or compiled here, and with which options
+    compiling.stage_code        StageCode: the code of one stage, from disk or compiled here, and with which options;
+                                HandWritten: a stage with kernels of its own in its place
     compiling.disk_cache        compiled stages on disk: their names, and the lock of the process that compiles one
-    compiling.parallel_compile  Listing: the stages of a warm-up, listed and answered with zeros, not compiled yet
+    compiling.listing           Listing: the stages of a warm-up, listed and answered with zeros, not compiled yet
     compiling.compile_queue     QUEUE: what calls and warm-ups want; threads load it, or have it compiled
     compiling.compile_processes CompileProcess: a process that compiles one stage after the other, at low priority
 
@@ -19,5 +20,5 @@ Modules and folders, from the entry point down::
     inductor.triton_kernels     Inductor's Triton kernels with the declared tiling and rewritten source
     inductor.layout_guards      whether tensors are laid out as others were, by Dynamo's guards
     inductor.patches            patches of Inductor, each a context
-    inductor.versions           the torch versions on which the above was checked; the lock of all patches
+    inductor.versions           the torch versions on which the above was checked
 """

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.comparison import fault
 from compiled_sampler.lowering.compiling.compile_queue import HANGS, QUEUE, Settled, WantedStage
-from compiled_sampler.lowering.compiling.parallel_compile import Listing
+from compiled_sampler.lowering.compiling.listing import Listing
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, import_compilers, set_up_triton
 from compiled_sampler.lowering.inductor.versions import is_known

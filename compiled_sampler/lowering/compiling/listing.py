@@ -44,9 +44,8 @@ class Listing:
         for shapes, call in self._calls.items():
             code = StageCode.of_call(call)
             found.setdefault(code.key, (self._seconds[shapes], code))
-        return [
-            code for _, code in sorted(found.values(), key=lambda each: (not is_hand_written(each[1].stage), -each[0]))
-        ]
+        ranked = sorted(found.values(), key=lambda timed: (not is_hand_written(timed[1].stage), -timed[0]))
+        return [code for _, code in ranked]
 
 
 def zeros_like(results: Any) -> Any:

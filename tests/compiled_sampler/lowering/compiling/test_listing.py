@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling.parallel_compile import fake_results, zeros_like
+from compiled_sampler.lowering.compiling.listing import fake_results, zeros_like
 from tests.builders.sampler import nothing_compiles
 
 CPU = torch.device("cpu")
