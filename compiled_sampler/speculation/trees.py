@@ -276,6 +276,7 @@ def walk_on(walk: Walk, sums: Tensor, nodes: Nodes, tree: Tree, layout: Layout) 
     left = weighed.w.to(torch.float64) * weighed.own.inverse - walk.debt * q
     is_first = walk.rejected < 0
     passes = torch.where(is_first, u * weighed.theirs < weighed.mine, u * (total * q) < left * rest) | is_sure
+    passes &= weighed.w > 0.0  # siblings of a greedy request may repeat, which leaves no numbers to test with
     is_judged = (walk.child < count) & is_possible
     accepts, rejects = is_judged & passes, is_judged & ~passes
     debt = torch.where(is_first, 1.0, walk.debt + total * reciprocal(rest))

@@ -156,6 +156,19 @@ def test_a_sibling_that_comes_again_is_told_and_passed_over():
     assert made.node_ids.tolist() == [[2, -1, -1]]
 
 
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_greedy_request_accepts_no_wrong_draft_however_often_it_comes(count, backend):
+    sampler = Sampler(8, 2, backend=backend)
+    slots = [sampler.add_request(SamplingParams(temperature=temperature, seed=1)) for temperature in (0.0, 1.0)]
+    logits, draft_logits = torch.zeros(2 * (count + 1), 8), torch.zeros(2 * count, 8)
+    logits[:, 0], draft_logits[:, 3] = 9.0, 9.0
+    given = {"parents": [[-1] * count] * 2, "draft_logits": draft_logits}
+    plan, drafts = sampler.plan(slots, num_drafts=[count] * 2), torch.full((2, count), 3)
+    made = sampler.verify(plan, logits, drafts, torch.zeros(2, dtype=torch.int64), "rejection", **given)
+    assert made.tolist()[0] == [0]
+
+
 def test_requests_that_emit_nothing_have_no_path():
     logits, temperature = torch.zeros(4, V).index_fill(1, torch.tensor([3]), 99.0), torch.tensor([1.0, -1.0]).double()
     made = F.verify(
