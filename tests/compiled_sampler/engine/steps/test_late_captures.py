@@ -20,7 +20,7 @@ class Late:
         """A warm-up asked for mode ``greedy`` and did not wait."""
         self.sampler = Sampler(V, 4, backend="eager", buckets=[2, 4])
         self.backend: RecordingBackend = replay_recordings(self.sampler)
-        stages: Any = SimpleNamespace(are_settled=True, status=lambda: None, compares=False)
+        stages: Any = SimpleNamespace(are_settled=True, status=lambda: None, compares=False, lacks_kernels=False)
         runner: Any = self.sampler._runner
         runner._compile = lambda *_, **__: None
         runner._stages = stages
@@ -50,6 +50,15 @@ def test_a_batch_is_captured_when_it_comes(late):
 def test_a_warmup_of_other_modes_that_waits_leaves_late_captures_on(late):
     late.sampler.warmup(modes=())
     assert late.captures_after(2) == 1
+
+
+def test_a_warmup_captures_nothing_where_torch_stands_in_for_kernels(late):
+    late.sampler._runner._stages.lacks_kernels = True
+    late.sampler.warmup(modes=["greedy"])
+    assert late.backend.num_captures == 0
+    late.sampler._runner._stages.lacks_kernels = False
+    late.sampler.warmup(modes=["greedy"])
+    assert late.backend.num_captures == 2
 
 
 def test_a_capture_that_fails_once_is_tried_again(late):
