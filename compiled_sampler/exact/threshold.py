@@ -201,6 +201,8 @@ def search_in_order(keys: Tensor, known: Threshold, rows: RowParams, *, vocab_si
 
 
 def _search_in_order(
+    first_tokens: Callable[[Tensor, int], Tensor],
+    token_at: Callable[[Tensor, Tensor], Tensor],
     keys: Tensor,
     packed: Tensor,
     is_open: Tensor,
@@ -215,13 +217,17 @@ def _search_in_order(
     index = is_open.nonzero().flatten()
     for count in (min(_ENOUGH, vocab_size), vocab_size):
         asked = keys[index]
-        # On the CPU tokens are numbered by place, which the filters do not mind: numpy sorts 32 bits faster than 64.
-        ordered = largest(number(asked), count) if asked.is_cuda else number(largest(asked, count))
+        ordered = first_tokens(asked, count)
         parameters, base = (scale[index], top_k[index], top_p[index], row_mass[index]), base_is_row
         last, base_known, ends = threshold_in_prefix(ordered, *parameters, vocab_size=vocab_size, base_is_row=base)
-        packed = packed.index_copy(0, index, last if asked.is_cuda else _token_at(asked, last))
+        packed = packed.index_copy(0, index, token_at(asked, last))
         index = index[~(base_known & ends)]
     return packed
+
+
+def _first_places(keys: Tensor, count: int) -> Tensor:
+    """The keys of the first tokens of the order with their places, int64 ``[R, count]`` packed, on the CPU."""
+    return number(largest(keys, count))  # the filters need no ids, and numpy sorts 32 bits faster than 64
 
 
 def _token_at(keys: Tensor, place: Tensor) -> Tensor:
@@ -234,6 +240,11 @@ def _token_at(keys: Tensor, place: Tensor) -> Tensor:
     return pack(key, torch.from_numpy(ids))
 
 
+def _first_tokens(keys: Tensor, count: int) -> Tensor:
+    """The first tokens of the order, int64 ``[R, count]`` packed (order key, id), on a GPU."""
+    return number(keys).sort(descending=True).values[:, :count]
+
+
 def _unfilled(keys: Tensor, packed: Tensor, *_: object) -> Tensor:
     return torch.empty_like(packed)
 
@@ -244,5 +255,8 @@ torch.library.define(
     "int vocab_size, bool base_is_row) -> Tensor",
 )
 # a custom_op imports Dynamo at its first call
-torch.library.impl("compiled_sampler::search_in_order", ("cpu", "cuda"), _search_in_order)
+_on_cpu = functools.partial(_search_in_order, _first_places, _token_at)
+_on_gpu = functools.partial(_search_in_order, _first_tokens, lambda _, token: token)
+torch.library.impl("compiled_sampler::search_in_order", "cpu", _on_cpu)
+torch.library.impl("compiled_sampler::search_in_order", "cuda", _on_gpu)
 torch.library.register_fake("compiled_sampler::search_in_order", _unfilled)

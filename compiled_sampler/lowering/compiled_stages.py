@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.comparison import fault
 from compiled_sampler.lowering.compiling.compile_queue import HANGS, QUEUE, Settled, WantedStage
 from compiled_sampler.lowering.compiling.listing import Listing
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
-from compiled_sampler.lowering.inductor.compilation import Compiled, Options, import_compilers, set_up_triton
+from compiled_sampler.lowering.inductor.compilation import Compiled, Options, set_up_compilers
 from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.stages.stage_call import StageCall, leaves, shape
 from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written, tuning_of
@@ -88,7 +87,7 @@ class CompiledStages:
         self._eager: dict[Stage, str] = {}
         self._warned: set[str] = set()
         self._listing: Listing | None = None
-        self._is_set_up = self._takes_every_chain = self._only_loads = False
+        self._takes_every_chain = self._only_loads = False
         QUEUE.users.add(self)
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
@@ -98,8 +97,6 @@ class CompiledStages:
         if self._listing is not None:
             return self._list(self._listing, stage, tensors, static)
         if self._runs_as_is(stage):
-            if not self._is_set_up:
-                self._set_up(next(leaf for leaf in leaves(tensors) if leaf is not None).device)
             if is_hand_written(stage):
                 StageCode.of(stage, tensors, static).check_not_capturing()  # the host waits for what stands in for it
             return without_kernels(stage, *tensors, **static)
@@ -156,7 +153,7 @@ class CompiledStages:
     ) -> Iterator[None]:
         """Within, stages give zeros, in their shapes; at the end all that were ever called are compiled in parallel."""
         # Without waits they are asked for alone, before all others; progress is then called by a thread.
-        self._set_up_compilers(device)
+        set_up_compilers(device)
         self._listing = listing = Listing()
         try:
             yield
@@ -237,15 +234,6 @@ class CompiledStages:
         made = listing.zeros if self._runs_as_is(stage) else listing.add
         return made(_shapes_of(stage, tensors, static), stage, tensors, static)
 
-    def _set_up(self, device: torch.device) -> None:
-        set_up_triton(device)
-        self._is_set_up = True
-
-    def _set_up_compilers(self, device: torch.device) -> None:
-        with LOCK:  # two threads that import them at once find modules that are half imported
-            import_compilers()
-            self._set_up(device)
-
     def _first_call(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
         """What runs a stage for tensors of such shapes: compiled code, or eager torch until that is there."""
         found: Callable[..., Any]
@@ -325,7 +313,7 @@ class CompiledStages:
     def _compile(self, code: StageCode) -> Callable[..., Any]:
         """The code of a stage from disk, or compiled now in this thread; in eager torch where it fails or differs."""
         code.check_not_capturing()
-        self._set_up_compilers(code.device)
+        set_up_compilers(code.device)
         known = self._wanted.get(code.key)
         is_unfit = known is not None and known.compiled is not None  # and so is what is on disk
 

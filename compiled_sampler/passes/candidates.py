@@ -102,9 +102,7 @@ def _width(packed: Tensor) -> int:
 
 
 def largest(keys: Tensor, count: int) -> Tensor:
-    """The ``count`` largest keys in descending order: integers ``[R, n]`` to ``[R, count]``."""
-    if keys.is_cuda:
-        return keys.sort(descending=True).values[:, :count]
+    """The ``count`` largest keys in descending order: integers ``[R, n]`` on the CPU to ``[R, count]``."""
     unsorted = np.partition(keys.numpy(), -count, axis=-1)[:, -count:]
     return torch.from_numpy(np.sort(unsorted, axis=-1)[:, ::-1].copy())
 

@@ -114,8 +114,9 @@ def best_step(mode: Mode, inputs: SampleInputs, count: int, run: Run = call) -> 
     """The ``count`` best tokens of the race of each row, int64 ``[R, count]``, of which a draw is the first."""
     # Of drafts with noise of their own they are ``count`` draws without replacement.
     schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=inputs.edits is not None)
-    noise_slots = keyed_by(row_slots_of(inputs), inputs.noise, run)
-    row_slots = row_slots_of(inputs)._replace(offsets=None)  # a law has no noise
+    row_slots = row_slots_of(inputs)
+    noise_slots = keyed_by(row_slots, inputs.noise, run)
+    row_slots = row_slots._replace(offsets=None)  # a law has no noise
     static = {"vocab_size": mode.vocab_size, "count": count, "stream": noise_slots.stream}
 
     def best_of_chunk(

@@ -93,6 +93,13 @@ def set_up_triton(device: torch.device) -> None:
         _set_triton_ptxas_path()
 
 
+def set_up_compilers(device: torch.device) -> None:
+    """Import what compiles, and let Triton keep its kernels where Inductor does."""
+    with LOCK:
+        import_compilers()
+        set_up_triton(device)
+
+
 @functools.cache
 def assembler_of_triton(device: torch.device) -> dict[str, str]:
     """The environment in which a new process assembles as Triton does in this one."""

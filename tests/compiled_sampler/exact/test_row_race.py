@@ -15,6 +15,7 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import is_visible, order_key, pack
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import any_row, call
+from compiled_sampler.exact import threshold
 from compiled_sampler.exact.row_race import (
     MassBefore,
     mass_before_winner,
@@ -153,6 +154,17 @@ def test_rows_that_drop_their_winner_are_searched_and_hardly_others(vocab_size, 
     assert torch.equal(found.packed[~known.is_open], known.packed[~known.is_open])
     if name == "full" and base == "top_k" and vocab_size >= 600:
         assert (raced & ~decided & ~found.is_open).any()  # the candidates stand in for the base
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("name", ["top_k", "full"])
+@pytest.mark.parametrize("vocab_size", [129, 5000])
+def test_a_gpus_sort_finds_what_a_cpus_does(vocab_size, name, base):
+    _, calls = drawn(modes_by_name(vocab_size, base)[name], hard_inputs(FILTERS, 140, vocab_size, seed=2))
+    (keys, known, rows), found = calls[search_in_order]
+    which, parameters = (known.packed, known.is_open, known.row_mass), (rows.scale, rows.top_k, rows.top_p)
+    assert known.is_open.any()
+    assert torch.equal(threshold._on_gpu(keys, *which, *parameters, vocab_size, base == "all"), found)
 
 
 @pytest.mark.parametrize("base", BASES)
