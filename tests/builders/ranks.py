@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from traceback import format_exc
 from typing import Any
 from unittest.mock import patch
 
@@ -81,20 +83,31 @@ def asked(
 ) -> None:
     """Ask each question, a function and its arguments, in as many processes; what one of them raises, fails."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_ask, (ranks, os.path.join(folder, "store"), questions, timeout_s, backend), nprocs=ranks)
+        try:
+            mp.spawn(_ask, (ranks, folder, questions, timeout_s, backend), nprocs=ranks)
+        except Exception as error:  # of the rank that ended first, often one that lost its peer
+            first, *others = sorted(Path(folder).glob("rank*"), key=lambda path: path.stat().st_mtime_ns) or [None]
+            if first is None:
+                raise
+            raise AssertionError("\n".join(path.read_text() for path in (first, *others))) from error
 
 
 def _ask(
-    rank: int, ranks: int, store: str, questions: Sequence[tuple[Any, ...]], timeout_s: float, backend: str
+    rank: int, ranks: int, folder: str, questions: Sequence[tuple[Any, ...]], timeout_s: float, backend: str
 ) -> None:
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, f"file://{store}", timedelta(seconds=timeout_s), world_size=ranks, rank=rank)
+    store = f"file://{folder}/store"
+    dist.init_process_group(backend, store, timedelta(seconds=timeout_s), world_size=ranks, rank=rank)
     try:
         for question, *args in questions:
+            torch.manual_seed(0)  # torch's own first state is another one on each rank
             question(*args)
         gc.collect()  # closing a communicator of NCCL waits for graphs that hold its collectives
+    except BaseException:  # written before its peers lose it
+        Path(folder, f"rank{rank}").write_text(f"rank {rank} of {ranks}, {question.__name__}:\n{format_exc()}")
+        raise
     finally:
         dist.destroy_process_group()
 
