@@ -1,10 +1,8 @@
-"""Samplers with one fault each; ``FOUND_BY`` names the question that is meant for it.
-
-Those whose fault is a path, a shape or a cost are in ``broken_paths.py``.
-"""
+"""Samplers with one fault each; ``FOUND_BY`` names the question that is meant for it."""
 
 import os
 import sys
+import time
 from dataclasses import replace
 from typing import ClassVar
 
@@ -12,6 +10,9 @@ import torch
 
 from compiled_sampler.conformance import Params, Verified
 from tests.compiled_sampler.conformance.adapters.race_adapter import DRAFT, TARGET, Race, mixed
+
+LIMIT = 2**14
+"""Logits of a call from which ``OffsetsOf32Bits`` reads elsewhere, instead of 2**31."""
 
 
 class Biased(Race):
@@ -253,33 +254,32 @@ class FrozenReplay(Race):
         return lambda x, p, s, _: self.sample(x, p, s, positions)
 
 
-class StaticBuffer(Race):
-    """Returns one buffer from all calls of a size, and draws without a seed: each call overwrites the one before."""
+class Buffered(Race):
+    """Right, and returns one buffer from all calls of a size."""
 
     def __init__(self, vocab_size, device):
         super().__init__(vocab_size, device)
         self.buffers = {}
 
     def sample(self, logits, params, seeds, positions):
-        tokens = super().sample(logits, params, [None] * len(seeds), positions)
+        tokens = super().sample(logits, params, seeds, positions)
         return self.buffers.setdefault(len(tokens), tokens).copy_(tokens)
 
 
-class InPlace(Race):
-    """Right, but writes its logits in place and returns one buffer from all calls of a size."""
+class StaticBuffer(Buffered):
+    """Draws without a seed, too: each call overwrites the one before."""
 
-    def __init__(self, vocab_size, device):
-        super().__init__(vocab_size, device)
-        self.buffers = {}
+    def sample(self, logits, params, seeds, positions):
+        return super().sample(logits, params, [None] * len(seeds), positions)
+
+
+class InPlace(Buffered):
+    """Right, but writes its logits in place, too."""
 
     def scaled(self, logits, params):
         scaled = super().scaled(logits, params)
         logits.fill_(7.0)
         return scaled
-
-    def sample(self, logits, params, seeds, positions):
-        tokens = super().sample(logits, params, seeds, positions)
-        return self.buffers.setdefault(len(tokens), tokens).copy_(tokens)
 
 
 class Consumes(InPlace):
@@ -307,6 +307,95 @@ class DeclaresDict(Race):
     """Declares its choices in a dict."""
 
     semantics: ClassVar = {"seeds": "row"}
+
+
+class OneBit(Race):
+    """Takes one seed of a batch's 240 for another: the last bit of seed 1."""
+
+    def keys(self, seeds, positions, stream):
+        return super().keys([0 if seed == 1 else seed for seed in seeds], positions, stream)
+
+
+class PathOfOneBit(Race):
+    """Names another path, which takes one seed for another."""
+
+    def paths(self):
+        return {"one bit": OneBit}
+
+
+class OtherNoise(Race):
+    """Samples alike, and verifies by rejection with other noise."""
+
+    def keys(self, seeds, positions, stream):
+        return super().keys(seeds, positions, stream + 8 * (stream != TARGET))
+
+
+class PathOfOtherNoise(Race):
+    """Names another path, whose verifications have other noise."""
+
+    def paths(self):
+        return {"other noise": OtherNoise}
+
+
+class PadsOddRows(Race):
+    """Pads a row of odd length by a zero, and draws it too."""
+
+    def sample(self, logits, params, seeds, positions):
+        self.vocab_size += self.vocab_size % 2
+        padded = torch.nn.functional.pad(logits, (0, logits.shape[1] % 2))
+        return super().sample(padded, params, seeds, positions)
+
+
+class NeedsARow(Race):
+    """Looks at the first row of every batch."""
+
+    def sample(self, logits, params, seeds, positions):
+        if params[0].temperature == 0.0:
+            return logits.argmax(-1)
+        return super().sample(logits, params, seeds, positions)
+
+
+class OffsetsOf32Bits(Race):
+    """The offset of a row wraps around."""
+
+    def sample(self, logits, params, seeds, positions):
+        rows, columns = logits.shape
+        offsets = torch.arange(rows)[:, None] * columns + torch.arange(columns)
+        return super().sample(logits.flatten()[offsets % LIMIT], params, seeds, positions)
+
+
+class Replays(Race):
+    """Replays what it would draw otherwise: a host that does nothing but launch."""
+
+    def capture(self, logits, params, seeds, positions):
+        tokens = self.sample(logits.cpu(), params, seeds, positions.cpu()).to(logits.device)
+        return lambda *_: self.replayed(tokens)
+
+    def replayed(self, tokens):
+        return tokens
+
+
+class Allocates(Replays):
+    """Returns a new tensor from every replay."""
+
+    def replayed(self, tokens):
+        return tokens.clone()
+
+
+class Waits(Replays):
+    """Looks at a token of every replay."""
+
+    def replayed(self, tokens):
+        tokens[0].item()
+        return tokens
+
+
+class Slow(Replays):
+    """Keeps the host for two milliseconds."""
+
+    def replayed(self, tokens):
+        time.sleep(0.002)
+        return tokens
 
 
 FOUND_BY = {
@@ -353,6 +442,11 @@ FOUND_BY = {
     "robustness.padded_vocab": DrawsPadding,
     "robustness.inputs": InPlace,
     "robustness.status": SilentStatus,
+    "determinism.paths": PathOfOneBit,
+    "verification.paths": PathOfOtherNoise,
+    "robustness.single_token": PadsOddRows,
+    "robustness.empty_batch": NeedsARow,
+    "robustness.large_offsets": OffsetsOf32Bits,
 }
 """The question that is meant for a fault, and a sampler that has it."""
 
@@ -363,3 +457,10 @@ ALSO_FOUND = (
     ("robustness.empty_batch", Exits),
 )
 """More faults of such questions."""
+
+COSTLY = {
+    "cost.allocations": Allocates,
+    "cost.synchronisations": Waits,
+    "cost.host_time": Slow,
+}
+"""The same of what a replay costs; these need a device, or a simulated one."""

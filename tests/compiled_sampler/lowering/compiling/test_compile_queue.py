@@ -19,19 +19,17 @@ from unittest import mock
 
 import pytest
 import torch
-from filelock import FileLock
 from torch import Tensor
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.exact import row_race, threshold
 from compiled_sampler.exact.row_race import IN_TORCH, race_top_k_in_torch
 from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
-from compiled_sampler.lowering.compiling import compile_processes, compile_queue, disk_cache
+from compiled_sampler.lowering.compiling import compile_processes, compile_queue
 from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
 from compiled_sampler.lowering.compiling.compile_queue import (
     HANGS,
@@ -41,9 +39,8 @@ from compiled_sampler.lowering.compiling.compile_queue import (
     QUEUE,
     number_of_processes,
 )
-from compiled_sampler.lowering.compiling.disk_cache import claimed
 from compiled_sampler.lowering.compiling.stage_code import HandWritten, StageCode
-from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
+from compiled_sampler.lowering.stages.stage_call import StageCall
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.inputs import sample_inputs
 from tests.builders.sampler import V, nothing_compiles
@@ -489,44 +486,3 @@ def test_that_memory_is_too_short_to_compile_is_said_once(monkeypatch, caplog):
     for _ in range(2):
         queue.put([], CPU)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(3, 5),
-        torch.zeros(7, 9)[1:4, 2:5],
-        torch.zeros(0, 4),
-        torch.zeros(40, dtype=torch.int32)[5:],
-        torch.zeros(()),
-    ],
-)
-def test_a_spec_is_everything_but_the_numbers(tensor):
-    made = TensorSpec.of(tensor).made()
-    assert (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
-    assert made.storage_offset() % 16 == tensor.storage_offset() % 16
-    assert made.untyped_storage().nbytes() == 0
-
-
-def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memory():
-    table = DraftTable(torch.zeros(5, 2, 7))
-    call = StageCall.of(order_maxima, (table, LOGITS), STATIC)
-    assert call.made()[0].logits is table.logits
-    sent = pickle.loads(pickle.dumps(call.portable())).made()[0]
-    assert isinstance(sent, DraftTable)
-    assert (sent.logits.shape, sent.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)
-
-
-@pytest.mark.parametrize("error", [OSError("no locks here"), NotImplementedError("flock"), PermissionError("not ours")])
-def test_where_no_file_can_be_locked_every_process_compiles(error, tmp_path):
-    with mock.patch.object(FileLock, "acquire", side_effect=error), claimed(tmp_path / "compiled_sampler" / "ab" / "c"):
-        pass
-
-
-def test_of_two_processes_that_compile_a_stage_one_waits_but_not_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_cache, "_PATIENCE", 0.2)
-    place, start = tmp_path / "compiled_sampler" / "ab" / "abcd", time.perf_counter()
-    with claimed(place), claimed(place.with_name("abce")):
-        assert time.perf_counter() - start < 0.2
-        with claimed(place):
-            assert time.perf_counter() - start >= 0.2
