@@ -131,18 +131,12 @@ def test_every_case_that_has_a_peer_has_a_line() -> None:
         assert all(floor < us < peer for floor, us, peer in zip(line.floor_us, line.us, line.peer_us, strict=True))
 
 
-def test_trees_are_drawn(tmp_path: Path) -> None:
+def test_the_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    records = json.loads((RESULTS / "trees.json").read_text())["records"]
-    pictures.draw_trees(records, tmp_path / "trees.png")
-    assert (tmp_path / "trees.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_picture_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "folder" / "speed.png"
-    pictures.draw(pictures.lines(RESULTS), picture)
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    trees, speed = tmp_path / "trees.png", tmp_path / "folder" / "speed.png"
+    pictures.draw_trees(json.loads((RESULTS / "trees.json").read_text())["records"], trees)
+    pictures.draw(pictures.lines(RESULTS), speed)
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in (trees, speed))
 
 
 def run(target: str, question: str, outcome: str = "passed", device: str = "cpu") -> dict[str, object]:

@@ -15,6 +15,47 @@ LIMIT = 2**14
 """Logits of a call from which ``OffsetsOf32Bits`` reads elsewhere, instead of 2**31."""
 
 
+def keyed(name, changed):
+    """A race whose noise is that of changed seeds, positions or streams."""
+    return type(name, (Race,), {"keys": lambda self, *given: Race.keys(self, *changed(*given))})
+
+
+def with_positions(seeds, positions):
+    """Seeds with the positions added."""
+    return [None if seed is None else seed + int(at) for seed, at in zip(seeds, positions, strict=True)]
+
+
+KeyedBySize = keyed("KeyedBySize", lambda seeds, at, stream: (seeds, at, stream + 8 * len(seeds).bit_length()))
+"""Noise depends on the bucket of the batch."""
+
+OfItsProcess = keyed("OfItsProcess", lambda seeds, at, stream: (seeds, at, stream + 8 * os.getpid()))
+"""Noise depends on the process."""
+
+SeedIgnored = keyed("SeedIgnored", lambda seeds, at, stream: ([5] * len(seeds), at, stream))
+"""Every request has seed 5."""
+
+SeedOf32Bits = keyed("SeedOf32Bits", lambda seeds, at, stream: ([s and s % 2**32 for s in seeds], at, stream))
+"""The high half of a seed is dropped."""
+
+SeedReused = keyed("SeedReused", lambda seeds, at, stream: (seeds, at * 0, stream))
+"""Every position of a request has the noise of the first."""
+
+SeedPlusPosition = keyed("SeedPlusPosition", lambda seeds, at, stream: (with_positions(seeds, at), at * 0, stream))
+"""Seed and position are added."""
+
+UnseededAlike = keyed("UnseededAlike", lambda seeds, at, stream: ([seed or 0 for seed in seeds], at, stream))
+"""A missing seed is 0."""
+
+SharesNoise = keyed("SharesNoise", lambda seeds, at, stream: (seeds, at, min(stream, DRAFT)))
+"""Drafts, tests and residuals have one noise."""
+
+OneBit = keyed("OneBit", lambda seeds, at, stream: ([0 if seed == 1 else seed for seed in seeds], at, stream))
+"""Takes one seed of a batch's 240 for another: the last bit of seed 1."""
+
+OtherNoise = keyed("OtherNoise", lambda seeds, at, stream: (seeds, at, stream + 8 * (stream != TARGET)))
+"""Samples alike, and verifies by rejection with other noise."""
+
+
 class Biased(Race):
     """The likelier half of each row gets 1 % of the law too much."""
 
@@ -68,13 +109,6 @@ class KeyedByRow(Race):
         return mixed(super().keys(seeds, positions, stream) + torch.arange(len(seeds)))
 
 
-class KeyedBySize(Race):
-    """Noise depends on the bucket of the batch."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys(seeds, positions, stream + 8 * len(seeds).bit_length())
-
-
 class Stateful(Race):
     """A hidden counter advances with each call."""
 
@@ -85,56 +119,12 @@ class Stateful(Race):
         return super().keys(seeds, positions, stream + 8 * Stateful.calls)
 
 
-class OfItsProcess(Race):
-    """Noise depends on the process."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys(seeds, positions, stream + 8 * os.getpid())
-
-
 class ReadsStorage(Race):
     """Takes rows for contiguous ones."""
 
     def sample(self, logits, params, seeds, positions):
         rows, columns = logits.shape
         return super().sample(logits.as_strided((rows, columns), (columns, 1)), params, seeds, positions)
-
-
-class SeedIgnored(Race):
-    """Every request has seed 5."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys([5] * len(seeds), positions, stream)
-
-
-class SeedOf32Bits(Race):
-    """The high half of a seed is dropped."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys([None if seed is None else seed % 2**32 for seed in seeds], positions, stream)
-
-
-class SeedReused(Race):
-    """Every position of a request has the noise of the first."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys(seeds, positions * 0, stream)
-
-
-class SeedPlusPosition(Race):
-    """Seed and position are added."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys(
-            [None if s is None else s + int(p) for s, p in zip(seeds, positions, strict=True)], positions * 0, stream
-        )
-
-
-class UnseededAlike(Race):
-    """A missing seed is 0."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys([seed or 0 for seed in seeds], positions, stream)
 
 
 class AcceptsImpossible(Race):
@@ -150,13 +140,6 @@ class StreamShifted(Race):
 
     def verify(self, drafted, rule):
         return super().verify(drafted._replace(positions=drafted.positions + 1), rule)
-
-
-class SharesNoise(Race):
-    """Drafts, tests and residuals have one noise."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys(seeds, positions, min(stream, DRAFT))
 
 
 class ResidualOfTarget(Race):
@@ -309,25 +292,11 @@ class DeclaresDict(Race):
     semantics: ClassVar = {"seeds": "row"}
 
 
-class OneBit(Race):
-    """Takes one seed of a batch's 240 for another: the last bit of seed 1."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys([0 if seed == 1 else seed for seed in seeds], positions, stream)
-
-
 class PathOfOneBit(Race):
     """Names another path, which takes one seed for another."""
 
     def paths(self):
         return {"one bit": OneBit}
-
-
-class OtherNoise(Race):
-    """Samples alike, and verifies by rejection with other noise."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys(seeds, positions, stream + 8 * (stream != TARGET))
 
 
 class PathOfOtherNoise(Race):

@@ -289,23 +289,13 @@ def test_a_warmup_launches_hand_written_kernels_which_no_process_compiled(launch
     assert stages.status().eager_stages == {}
 
 
-def test_hand_written_kernels_that_do_not_compile_are_left_to_torch(launches, monkeypatch):
+def test_hand_written_kernels_that_do_not_compile_are_left_to_torch_and_a_capture_is_refused(launches, monkeypatch):
     monkeypatch.setattr(StageCode, "compiled", mock.Mock(side_effect=RuntimeError("no C compiler")))
     stages = CompiledStages()
     with stages.compiling_at_calls(), pytest.warns(StageWarning, match="no C compiler"):
         assert races_right(stages)
     assert not launches
     assert stages.status().eager_stages == {"launched": "it fails with RuntimeError: no C compiler"}
-
-
-def test_a_capture_is_refused_where_torch_stands_in_for_kernels_that_do_not_compile(launches, monkeypatch):
-    stages = CompiledStages()
-    with (
-        mock.patch.object(StageCode, "compiled", side_effect=RuntimeError("no C compiler")),
-        stages.compiling_at_calls(),
-        pytest.warns(StageWarning),
-    ):
-        assert races_right(stages)
     assert stages.lacks_kernels
     monkeypatch.setattr(StageCode, "check_not_capturing", mock.Mock(side_effect=RuntimeError("not compiled")))
     with pytest.raises(RuntimeError, match="not compiled"):
