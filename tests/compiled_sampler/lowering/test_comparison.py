@@ -135,22 +135,16 @@ IDLE: dict[str, dict[Callable[..., Any], Callable[..., Any]]] = {
         recording.with_finished: partial(without_entries, recording.with_finished),
         recording.cut_at_stop: partial(without_entries, recording.cut_at_stop),
     },
-    "top_n_sigma": {
-        deviation.longest_kept: lambda sums, row_max, *rest: torch.full_like(row_max, torch.inf),
-    },
+    "top_n_sigma": {deviation.longest_kept: lambda sums, row_max, *rest: torch.full_like(row_max, torch.inf)},
     "min_k": {
-        cliff.cliff_logit: lambda ordered, *rest: torch.full_like(ordered[:, 0], -torch.inf, dtype=torch.float32),
+        cliff.cliff_logit: lambda ordered, *rest: torch.full_like(ordered[:, 0], -torch.inf, dtype=torch.float32)
     },
-    "p_less": {
-        mass_filters.p_less_cut: lambda sums, row_max, *rest: torch.zeros_like(row_max, dtype=torch.int64),
-    },
-    "typical_p": {
-        typical.with_digit: lambda search, masses: search,
-    },
+    "p_less": {mass_filters.p_less_cut: lambda sums, row_max, *rest: torch.zeros_like(row_max, dtype=torch.int64)},
+    "typical_p": {typical.with_digit: lambda search, masses: search},
     "xtc": {
         mass_filters.top_choice_mass: lambda sums, row_max, *rest: torch.full_like(
             row_max, 2**63 - 1, dtype=torch.int64
-        ),
+        )
     },
     **{name: {custom.customized: logits_alone} for name in USERS},
 }

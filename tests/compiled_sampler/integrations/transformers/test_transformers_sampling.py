@@ -254,12 +254,7 @@ def test_a_row_whose_tokens_are_all_masked_is_an_error(model: Any) -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [
-        {"typical_p": 0.5},
-        {"num_beams": 2},
-        {"guidance_scale": 1.5},
-        {"prompt_lookup_num_tokens": 2},
-    ],
+    [{"typical_p": 0.5}, {"num_beams": 2}, {"guidance_scale": 1.5}, {"prompt_lookup_num_tokens": 2}],
     ids=lambda field: next(iter(field)),
 )
 def test_a_field_that_the_sampler_does_not_have_is_refused_by_name(model: Any, field: dict[str, Any]) -> None:

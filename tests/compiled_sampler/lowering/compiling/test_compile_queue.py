@@ -60,6 +60,11 @@ def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def stages() -> CompiledStages:
+    return CompiledStages()
+
+
+@pytest.fixture
 def empty_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path
@@ -90,9 +95,8 @@ def put_on_disk() -> None:
         stages(order_maxima, LOGITS, **STATIC)
 
 
-def test_a_stage_runs_eager_until_a_process_has_compiled_it_and_the_log_says_so(empty_disk, caplog):
+def test_a_stage_runs_eager_until_a_process_has_compiled_it_and_the_log_says_so(stages, empty_disk, caplog):
     caplog.set_level(logging.INFO, "compiled_sampler")
-    stages = CompiledStages()
     with compiled_nowhere():
         assert is_right(stages)
         assert stages.status().queued_stages == {"order_maxima": 1}
@@ -107,9 +111,8 @@ def test_a_stage_runs_eager_until_a_process_has_compiled_it_and_the_log_says_so(
     assert [each.split(" ")[0] for each in said] == ["kernels", "all"]
 
 
-def test_what_is_on_disk_starts_no_process(empty_disk):
+def test_what_is_on_disk_starts_no_process(stages, empty_disk):
     put_on_disk()
-    stages = CompiledStages()
     with mock.patch.object(compile_processes, "_started", side_effect=AssertionError("started")), compiled_nowhere():
         assert is_right(stages)
         assert settled(stages)
@@ -171,9 +174,8 @@ FAILURES: dict[str, tuple[Any, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("why", FAILURES)
-def test_a_stage_that_no_process_compiles_stays_eager_for_a_reason_and_a_warmup_compiles_it(why, empty_disk):
+def test_a_stage_that_no_process_compiles_stays_eager_for_a_reason_and_a_warmup_compiles_it(stages, why, empty_disk):
     owner, name, planted, reason = FAILURES[why]
-    stages = CompiledStages()
     with mock.patch.object(owner, name, planted):
         assert is_right(stages)
         assert settled(stages)
@@ -193,12 +195,11 @@ def made_of(code: StageCode) -> Any:
     return made
 
 
-def test_a_process_that_hangs_is_stopped(empty_disk, monkeypatch):
+def test_a_process_that_hangs_is_stopped(stages, empty_disk, monkeypatch):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     monkeypatch.setattr(compile_processes, "_started", lambda environment: started)
     monkeypatch.setattr(compile_processes, "_PATIENCE", 0.2)
-    stages = CompiledStages()
     assert is_right(stages)
     assert settled(stages, 60.0)
     assert started.wait(60) is not None
@@ -216,11 +217,10 @@ def test_a_process_that_works_for_long_is_waited_for(monkeypatch):
     process.end()
 
 
-def test_what_cannot_be_kept_stays_eager_without_a_warning():
+def test_what_cannot_be_kept_stays_eager_without_a_warning(stages):
     def local(x: Tensor) -> Tensor:
         return x + 1
 
-    stages = CompiledStages()
     for _ in range(2):
         assert torch.equal(stages(local, LOGITS), LOGITS + 1)
         assert settled(stages)
@@ -276,9 +276,8 @@ def test_torch_stands_in_for_hand_written_kernels_until_a_process_has_compiled_t
     assert stages.status().eager_stages == ({"launched": reason} if reason else {})
 
 
-def test_a_warmup_launches_hand_written_kernels_which_no_process_compiled(launches, monkeypatch):
+def test_a_warmup_launches_hand_written_kernels_which_no_process_compiled(stages, launches, monkeypatch):
     monkeypatch.setenv(PROCESSES_VARIABLE, "0")
-    stages = CompiledStages()
     assert races_right(stages)
     assert stages.status().eager_stages == {"launched": NO_PROCESS}
     with stages.precompiling(CPU):
@@ -289,9 +288,8 @@ def test_a_warmup_launches_hand_written_kernels_which_no_process_compiled(launch
     assert stages.status().eager_stages == {}
 
 
-def test_hand_written_kernels_that_do_not_compile_are_left_to_torch_and_a_capture_is_refused(launches, monkeypatch):
+def test_kernels_that_do_not_compile_are_left_to_torch_and_a_capture_is_refused(stages, launches, monkeypatch):
     monkeypatch.setattr(StageCode, "compiled", mock.Mock(side_effect=RuntimeError("no C compiler")))
-    stages = CompiledStages()
     with stages.compiling_at_calls(), pytest.warns(StageWarning, match="no C compiler"):
         assert races_right(stages)
     assert not launches
@@ -311,8 +309,7 @@ def test_numbers_of_rows_whose_kernels_differ_are_compiled_apart():
     assert key(40) == key(41)
 
 
-def test_code_that_comes_while_a_call_looks_for_it_is_taken(launches):
-    stages = CompiledStages()
+def test_code_that_comes_while_a_call_looks_for_it_is_taken(stages, launches):
     with mock.patch.object(QUEUE, "put"):  # no thread takes it
         assert races_right(stages)
     (wanted,) = stages._wanted.values()
@@ -330,17 +327,15 @@ def test_code_that_comes_while_a_call_looks_for_it_is_taken(launches):
     assert launches == [3, 3]
 
 
-def test_without_processes_stages_stay_eager(monkeypatch):
+def test_without_processes_stages_stay_eager(stages, monkeypatch):
     monkeypatch.setenv(PROCESSES_VARIABLE, "0")
-    stages = CompiledStages()
     with mock.patch.object(QUEUE, "_serve", side_effect=AssertionError("a thread")):
         assert is_right(stages)
     assert stages.status().eager_stages == {"order_maxima": NO_PROCESS}
 
 
-def test_an_outer_capture_of_what_is_not_compiled_is_refused(monkeypatch):
+def test_an_outer_capture_of_what_is_not_compiled_is_refused(stages, monkeypatch):
     monkeypatch.setattr(StageCode, "check_not_capturing", mock.Mock(side_effect=RuntimeError("not compiled")))
-    stages = CompiledStages()
     with pytest.raises(RuntimeError, match="not compiled"):
         is_right(stages)
     assert stages.status().queued_stages == {}
@@ -359,9 +354,8 @@ def test_a_warmup_that_does_not_wait_puts_its_stages_before_those_of_calls():
     assert "first_from_blocks" in names[:-of_call]
 
 
-def test_where_no_thread_can_start_a_stage_runs_eager_and_the_next_call_tries_again():
+def test_where_no_thread_can_start_a_stage_runs_eager_and_the_next_call_tries_again(stages):
     put_on_disk()
-    stages = CompiledStages()
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         assert is_right(stages)
         assert is_right(stages)
@@ -396,9 +390,8 @@ def reads_what_is_there() -> bool:
         return is_right(stages) and settled(stages) and is_right(stages) and not stages.status().eager_stages
 
 
-def test_in_a_child_with_several_threads_compiled_stages_run_eager(kept_threads):
+def test_in_a_child_with_several_threads_compiled_stages_run_eager(stages, kept_threads):
     torch.set_num_threads(2)
-    stages = CompiledStages()
     put_on_disk()
     assert is_right(stages)
     assert settled(stages)
@@ -406,8 +399,7 @@ def test_in_a_child_with_several_threads_compiled_stages_run_eager(kept_threads)
     assert in_child(lambda: is_right(stages) and stages.status().eager_stages == {"order_maxima": HANGS}) == 0
 
 
-def test_a_fork_while_a_stage_is_compiled_neither_hangs_nor_loses_it(empty_disk):
-    stages = CompiledStages()
+def test_a_fork_while_a_stage_is_compiled_neither_hangs_nor_loses_it(stages, empty_disk):
     with mock.patch.object(CompileProcess, "compile", side_effect=lambda *_: time.sleep(2.0) or "planted"):
         assert is_right(stages)
         while QUEUE._waiting:
@@ -439,10 +431,9 @@ def in_child(work: Callable[[], bool], seconds: float = 120.0) -> int:
     return -1
 
 
-def test_without_a_compiler_stages_stay_eager(empty_disk, monkeypatch):
+def test_without_a_compiler_stages_stay_eager(stages, empty_disk, monkeypatch):
     monkeypatch.setenv("PATH", str(empty_disk))
     monkeypatch.delenv("CXX", raising=False)
-    stages = CompiledStages()
     assert is_right(stages)
     assert settled(stages)
     assert "C++" in stages.status().eager_stages["order_maxima"]

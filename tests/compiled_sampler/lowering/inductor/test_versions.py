@@ -192,10 +192,7 @@ def test_other_memory_of_the_same_layout_is_alike(checked):
     rows = torch.randn(6, 7)[::2, :5]
     assert alike([X, rows])(X.clone(), torch.zeros(9, 7)[:6:2, 2:])
     assert alike([rows[:1]])(rows[:1])
-
-
-def test_a_tensor_may_stand_twice(checked):
-    assert alike([X, X])(X, X)
+    assert alike([X, X])(X, X)  # one tensor may stand twice
 
 
 def test_within_inference_mode_and_without_gradients(checked):
