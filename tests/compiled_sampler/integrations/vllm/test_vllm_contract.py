@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.vllm import VARIABLE, install, plugin, uninstall
-from compiled_sampler.integrations.vllm.requests import ENGINES, MAPPED, REFUSED, unsupported
+from compiled_sampler.integrations.vllm.parameters import ENGINES, MAPPED, REFUSED, unsupported
 from compiled_sampler.integrations.vllm.settings import Settings, from_text
 from compiled_sampler.integrations.vllm.v1_sampler import RunnerSampler
 from compiled_sampler.integrations.vllm.versions import BUILTIN_PROCESSORS, INTERFACE, check_version, unsupported_engine

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from compiled_sampler import SamplingParams
-from compiled_sampler.integrations.vllm.requests import (
+from compiled_sampler.integrations.vllm.parameters import (
     MAPPED,
     OWN,
     SIZES,
