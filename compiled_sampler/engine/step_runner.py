@@ -237,6 +237,7 @@ class StepRunner:
             self._cache.warmup([step.name for step in steps], progress=progress)
         elif self.backend == "graph":
             self._captures_late = self._drafts is None  # a capture forgets what handles of drafts name
+            self._cache.forget_routes()  # of calls that ran without a graph so far
 
     def _compile(
         self, stages: CompiledStages, steps: Sequence[Step], progress: Progress | None, *, waits: bool

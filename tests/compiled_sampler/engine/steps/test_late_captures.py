@@ -76,6 +76,13 @@ def test_a_capture_that_always_fails_is_given_up_until_the_next_warmup(late, cap
     assert late.captures_after(2) == 1
 
 
+def test_a_call_that_ran_before_the_warmup_is_captured_after_it(late):
+    late.sampler._runner._captures_late = False
+    assert late.captures_after(2) == 0
+    late.sampler.warmup(modes=["greedy"], wait=False)
+    assert late.captures_after(2) == 1
+
+
 def test_steps_before_a_late_capture_are_counted_too(late):
     late.sampler._runner._stages.are_settled = False
     late.captures_after(3)
