@@ -31,6 +31,7 @@ from compiled_sampler.engine.requests.slots import (
 from compiled_sampler.engine.requests.uploads import DeviceReserve, PlannedTensors, room
 from compiled_sampler.modes import PROBABILITIES, Mode, covering_mode, forced_mode
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.shard import VocabularyShard
 
 _MOST_PLANS = 64  # plans kept at once
 _MOST_BATCH_KINDS = 4096  # of batches that are kept
@@ -50,8 +51,10 @@ class RequestHolder:
         generator: torch.Generator | None,
         edits: EditSlots,
         most_rows: int,
+        checked_by: VocabularyShard | None,
     ) -> None:
-        # ``modes`` cheapest first; ``most_rows`` of a captured step, whose slots and numbers of drafts the host writes
+        # ``modes`` cheapest first; ``most_rows`` of a captured step, whose slots and numbers of drafts the host writes;
+        # ``checked_by`` compares plans with those of other ranks
         self.modes, self.device, self._edits = modes, device, edits
         self._is_capturing = capture_check(device)
         self._requests = SlotState(num_slots, modes, device, generator, edits, most_rows)
@@ -59,7 +62,7 @@ class RequestHolder:
         self._batch_kinds: dict[Any, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
         self._planned_at = 0  # the epoch of the requests that they are of
         self._uploads_at_once = False
-        self._reserve = DeviceReserve(device) if device.type == "cuda" else None
+        self._reserve, self._checked_by = DeviceReserve(device) if device.type == "cuda" else None, checked_by
         self._captured: set[Plan] = set()  # graphs of an engine read their tensors, and do not hold them
 
     def __reduce__(self) -> NoReturn:
@@ -190,7 +193,7 @@ class RequestHolder:
         *,
         edits: Collection[str] | None = None,
     ) -> Plan:
-        """The plan of a batch, made on the host.
+        """The plan of a batch, made on the host; with ``check_plans`` it is compared with those of the other ranks.
 
         The same arguments return the same plan again, until a request is added or removed, or a new plan comes when 64
         are kept: then all of them are forgotten. A plan that the caller holds stays good.
@@ -206,11 +209,35 @@ class RequestHolder:
                 none for padding.
 
         Raises:
-            RuntimeError: the plan is new and the current stream is being captured.
+            RuntimeError: the plan is new and the current stream is being captured; ranks disagree, on each of them.
             TypeError: a slot or a number of drafts that is no int.
             ValueError: a slot without a request; a mode that is unknown or does not cover a row; a wrong count;
                 edits that are unknown, need a history that there is none of, or lack one that a request has.
         """
+        if self._checked_by is not None:
+            return self._compared_plan(self._checked_by, slots, mode, num_drafts, edits)
+        return self._plan(slots, mode, num_drafts, edits)
+
+    def _compared_plan(self, shard: VocabularyShard, *batch: Any) -> Plan:
+        told: Any = None
+        try:
+            plan = self._plan(*batch)
+            requests = [(slot, self._requests.params[slot]) for slot in plan.slots if slot >= 0]
+            told = plan.slots, plan.mode.name, plan.num_drafts, plan.edits, repr(requests)
+        finally:  # also if there is none on this rank, so that no other rank waits for it
+            every = shard.told(told)
+        if any(other != told for other in every):
+            shown = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(every))
+            raise RuntimeError(f"ranks must plan the same batch, got {shown}; add and plan requests in one order")
+        return plan
+
+    def _plan(
+        self,
+        slots: Sequence[int],
+        mode: str | None,
+        num_drafts: Sequence[int] | None,
+        edits: Collection[str] | None,
+    ) -> Plan:
         if mode is not None:
             check_mode_name(mode)
         served = None if edits is None else self._edits.served(edits)

@@ -33,7 +33,7 @@ from compiled_sampler.engine.requests.slots import new_seed
 from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import Launch, SamplerStatistics, StepRunner
-from compiled_sampler.engine.verification import Verifier, VerifyCall
+from compiled_sampler.engine.verifier import Verifier, VerifyCall
 from compiled_sampler.logit_edit import LogitEdit
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering.compiled_stages import Progress
@@ -127,11 +127,11 @@ class Sampler(RequestHolder):
         self._custom = CustomEditSet(custom_edits, self.vocab_size, device, most)
         slots = EditSlots(most, self.vocab_size, checked_edit_sizes(edit_sizes), length, device, self._custom)
         sizes = (BucketLadder.doubling(most) if buckets is None else BucketLadder.of(buckets)).sizes
-        super().__init__(modes, most, device, default_generator, slots, sizes[-1])
+        checked_by = shard if check_plans else None
+        super().__init__(modes, most, device, default_generator, slots, sizes[-1], checked_by)
         self.logits_dtype, self.top_p_base = logits_dtype, top_p_base
         self.backend = {"auto": "graph" if device.type == "cuda" else "compiled"}.get(backend, backend)
-        self._logits, self._checked_by = RowFormat(columns, logits_dtype, device), shard if check_plans else None
-        self._shard = shard
+        self._logits, self._shard = RowFormat(columns, logits_dtype, device), shard
         ways = arguments.all_of(Verification, "verifications", verifications, "Verification('match', 3)")
         width = arguments.checked_cache_len(draft_cache_len, ways)
         self._draft_cache = DraftCache(most, width, self.vocab_size, logits_dtype, device) if width else None
@@ -155,33 +155,6 @@ class Sampler(RequestHolder):
             f"logits_dtype={self.logits_dtype}, backend={self.backend!r}, top_p_base={self.top_p_base!r}, "
             f"num_free_slots={self.num_free_slots})"
         )
-
-    def plan(
-        self,
-        slots: Sequence[int],
-        mode: str | None = None,
-        num_drafts: Sequence[int] | None = None,
-        *,
-        edits: Collection[str] | None = None,
-    ) -> Plan:
-        """As ``RequestHolder.plan``; with ``check_plans`` it is compared with the plans of the other ranks.
-
-        Raises:
-            RuntimeError: also on every rank, if the ranks disagree.
-        """
-        if self._checked_by is None:
-            return super().plan(slots, mode, num_drafts, edits=edits)
-        told: Any = None
-        try:
-            plan = super().plan(slots, mode, num_drafts, edits=edits)
-            requests = [(slot, self._requests.params[slot]) for slot in plan.slots if slot >= 0]
-            told = plan.slots, plan.mode.name, plan.num_drafts, plan.edits, repr(requests)
-        finally:  # also if there is none on this rank, so that no other rank waits for it
-            every = self._checked_by.told(told)
-        if any(other != told for other in every):
-            shown = "; ".join(f"rank {rank}: {other}" for rank, other in enumerate(every))
-            raise RuntimeError(f"ranks must plan the same batch, got {shown}; add and plan requests in one order")
-        return plan
 
     def sample(
         self,
@@ -345,7 +318,7 @@ class Sampler(RequestHolder):
             check_positions(positions, count, self.device)
             self._custom.check_given(plan.edits, edit_tensors, count, self.device)
             if width is None:
-                step = Step("sample" if coupled else "draft", plan.mode, edits=edits)
+                step = Step("sample", plan.mode, edits=edits, has_own_noise=not coupled)
             else:
                 step = Step("best", plan.mode, edits=edits, num_best=width, has_own_noise=not coupled)
             return self._runner.resolve(step, plan, tensors, None)

@@ -28,7 +28,7 @@ class Step:
     """One callable of the graph cache: a kind of step in a mode and for a number of drafts."""
 
     kind: str
-    """"sample", "draft", "best", "probabilities", "edited_logits" or "verify"."""
+    """"sample", "best", "probabilities", "edited_logits" or "verify"."""
     mode: Mode
     """The mode that the step is compiled for."""
     width: int = 0
@@ -43,7 +43,7 @@ class Step:
     num_best: int = 0
     """How many of the best tokens of its race a step of the kind "best" returns."""
     has_own_noise: bool = False
-    """Whether the race of a step of the kind "best" is on the noise of drafts instead of the target's."""
+    """Whether the race of a step of the kind "sample" or "best" is on the noise of drafts instead of the target's."""
     of_trees: bool = False
     """Whether it verifies trees of drafts."""
 
@@ -53,12 +53,13 @@ class Step:
         edits = "".join(f" + {name}" for name in self.edits)
         if self.logprobs is not None:
             edits += f" + {self.logprobs.label}"
-        if self.kind == "sample":
+        if self.kind == "sample" and not self.has_own_noise:
             return f"{self.mode.name}{' of several draws' if self.reads_draw_index else ''}{edits}"
         count = self.width or self.num_best
         width = f"[{'tree of ' if self.of_trees else ''}{count}]" if count else ""
-        kind = f"{self.kind} on its own noise" if self.has_own_noise else self.kind
-        return f"{kind}{width} {self.mode.name}{edits}"
+        kind = "draft" if self.kind == "sample" else self.kind
+        noise = " on its own noise" if self.has_own_noise and self.kind != "sample" else ""
+        return f"{kind}{noise}{width} {self.mode.name}{edits}"
 
     @property
     def most_copied(self) -> int:
@@ -79,7 +80,8 @@ class Step:
     @property
     def takes_logprobs(self) -> bool:
         """Whether such steps return logprobs if asked for some: those that draw from logits of the target."""
-        return self.kind in ("sample", "verify") and not self.mode.from_probabilities
+        of_target = self.kind in ("sample", "verify") and not self.has_own_noise
+        return of_target and not self.mode.from_probabilities
 
     def with_logprobs(self, wanted: Logprobs) -> Step:
         """The step of calls that ask for logprobs too, and then make no use of some leave."""
@@ -104,7 +106,7 @@ class Step:
             inputs[MASK] = BufferSpec((-(-self.mode.vocab_size // 32),), torch.int32, -1, self.width + 1)
         if self.reads_draw_index:
             inputs["draw_index"] = BufferSpec((), torch.int64, 0, also=_ALSO)
-        if self.kind == "draft" or self.has_own_noise:
+        if self.has_own_noise:
             inputs["offsets"] = BufferSpec((), torch.int64, 0)
         if self.kind == "verify":
             inputs["num_drafts"] = BufferSpec((), torch.int64, -1, also=_ALSO, on_host=True)

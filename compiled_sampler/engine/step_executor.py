@@ -115,9 +115,10 @@ class StepExecutor:
 
     def _takes_columns(self, step: Step) -> bool:
         """Whether a step draws from the columns of a shard; others take whole rows."""
-        if self._is_definition or step.mode.from_probabilities or (step.kind == "draft" and self._drafts is not None):
+        is_kept = step.kind == "sample" and step.has_own_noise and self._drafts is not None  # its rows, in the cache
+        if self._is_definition or step.mode.from_probabilities or is_kept:
             return False
-        return step.kind in ("sample", "draft") or (step.kind == "verify" and step.mode.matches_drafts)
+        return step.kind == "sample" or (step.kind == "verify" and step.mode.matches_drafts)
 
     def _draw_of(self, step: Step) -> Draw:
         return edit_and_draw if self._shard is None or not self._takes_columns(step) else drawing_in(self._shard)

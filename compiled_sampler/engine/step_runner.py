@@ -58,7 +58,6 @@ class SamplerStatistics(CacheStatistics):
 
 OUTPUTS: dict[str, Any] = {
     "sample": SampleOutputs,
-    "draft": SampleOutputs,
     "best": SampleOutputs,
     "verify": VerifyOutputs,
     "probabilities": ProbabilityOutputs,
@@ -133,16 +132,17 @@ class StepRunner:
         if may_come and self._stages is not None and self._stages.are_settled:
             may_come = self._capture(step, len(plan.slots), given, into)
         route, rows = self._cache.route(step.name, given, out=into, is_exact=is_exact)
-        if route.key is None and may_come:
-            return partial(self._launch_until_settled, step)
         on_host, replay = route.key is not None, route.run
         self._staged.steps_are_replays = on_host
+        launch: Launch
         if step.logprobs is not None:
-            return lambda plan, tensors, out: _replay_flat(replay, inputs(plan, tensors, on_host), rows, out)
-        if on_host and not is_renamed and not plan.replaced and step.reads_counts == (plan.num_drafts is not None):
+            launch = lambda plan, tensors, out: _replay_flat(replay, inputs(plan, tensors, on_host), rows, out)  # noqa: E731
+        elif on_host and not is_renamed and not plan.replaced and step.reads_counts == (plan.num_drafts is not None):
             # ``inputs`` without its frames
-            return lambda plan, tensors, out: replay({**plan.planned.host, **tensors}, rows, out)
-        return lambda plan, tensors, out: replay(inputs(plan, tensors, on_host), rows, out)
+            launch = lambda plan, tensors, out: replay({**plan.planned.host, **tensors}, rows, out)  # noqa: E731
+        else:
+            launch = lambda plan, tensors, out: replay(inputs(plan, tensors, on_host), rows, out)  # noqa: E731
+        return partial(self._launch_until_settled, launch) if may_come and not on_host else launch
 
     generation: Any = property(
         attrgetter("_cache.generation"),  # asked for in every step: no frame of Python
@@ -178,9 +178,9 @@ class StepRunner:
             _logger.warning("step %s runs without a graph: %s", step.name, error)
         return False
 
-    def _launch_until_settled(self, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+    def _launch_until_settled(self, launch: Launch, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         """A launch without a graph, after which the next call captures its variant, if its stages are compiled."""
-        results = self._launch_uncaptured(step, plan, tensors, out)
+        results = launch(plan, tensors, out)
         if self._stages is not None and self._stages.are_settled:
             self._cache.forget_routes()
         return results
@@ -237,6 +237,7 @@ class StepRunner:
             self._cache.warmup([step.name for step in steps], progress=progress)
         elif self.backend == "graph":
             self._captures_late = self._drafts is None  # a capture forgets what handles of drafts name
+            self._cache.forget_routes()  # of calls that ran without a graph so far
 
     def _compile(
         self, stages: CompiledStages, steps: Sequence[Step], progress: Progress | None, *, waits: bool
@@ -391,7 +392,7 @@ def _steps_of(
     for mode in modes:
         yield Step("sample", mode, edits=edits)
     for mode in modes if any(way.rule != "match" for way in verifications) and not writes else ():
-        yield Step("draft", mode, edits=edits)
+        yield Step("sample", mode, edits=edits, has_own_noise=True)
     for way in verifications:
         for mode in modes if way.siblings and not writes else ():
             own = way.rule != "match"

@@ -4,7 +4,6 @@ Modules and folders, from the entry point down::
 
     compiled_stages             CompiledStages: the ``run`` of a stage: eager until its compiled code is there
     comparison                  on an untested torch: a compiled stage against eager torch, bit for bit, before its use
-    compile_worker              the program that compile_processes starts: compiles stages and keeps them on disk
 
     compiling.stage_code        StageCode: the code of one stage, from disk or compiled here, and with which options;
                                 HandWritten: a stage with kernels of its own in its place
@@ -12,6 +11,7 @@ Modules and folders, from the entry point down::
     compiling.listing           Listing: the stages of a warm-up, listed and answered with zeros, not compiled yet
     compiling.compile_queue     QUEUE: what calls and warm-ups want; threads load it, or have it compiled
     compiling.compile_processes CompileProcess: a process that compiles one stage after the other, at low priority
+    compiling.compile_worker    the program that it starts: compiles stages and keeps them on disk
 
     stages.stage_call           StageCall: a stage, its static arguments and the layouts of its tensors
     stages.tuning               TUNING: one declaration a stage of how Inductor shapes its kernels

@@ -87,7 +87,7 @@ class CompiledStages:
         self._eager: dict[Stage, str] = {}
         self._warned: set[str] = set()
         self._listing: Listing | None = None
-        self._takes_every_chain = self._only_loads = False
+        self._compiles_now = self._takes_every_chain = self._only_loads = False
         QUEUE.users.add(self)
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
@@ -188,13 +188,12 @@ class CompiledStages:
         """Within, the first call of a stage compiles it, or ``only_loads`` it, where NotOnDisk says that it cannot."""
         # Where nothing was listed every chain of stages runs, so that each is compared, or loaded.
         self._called.clear()  # of stages that ran in eager torch
-        self.compiles_at_calls, self._only_loads = True, only_loads
+        self._compiles_now, self._only_loads = True, only_loads
         self._takes_every_chain = only_loads or self.compares
         try:
             yield
         finally:
-            del self.compiles_at_calls
-            self._only_loads = self._takes_every_chain = False
+            self._compiles_now = self._only_loads = self._takes_every_chain = False
 
     def forget(self) -> None:
         """Know no stage any more: in a forked child, where some may be compiled by a thread that is not there."""
@@ -241,7 +240,7 @@ class CompiledStages:
             self._eager[code.stage] = HANGS
             return functools.partial(without_kernels, code.stage, **code.static)
         compiled = self._compiled(code)
-        if compiled is None and (self.compiles_at_calls or code.key in self._due):
+        if compiled is None and (self.compiles_at_calls or self._compiles_now or code.key in self._due):
             found = self._compile(code)
         elif compiled is None:
             code.check_not_capturing()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compiled_sampler.integrations.vllm.requests import REFUSED
+from compiled_sampler.integrations.vllm.parameters import REFUSED
 from compiled_sampler.integrations.vllm.versions import BUILTIN_PROCESSORS
 
 DEFAULTS: dict[str, Any] = {

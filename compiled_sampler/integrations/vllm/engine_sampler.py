@@ -14,7 +14,7 @@ from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.engine.requests.uploads import sent
 from compiled_sampler.engine.sampler import Sampler
-from compiled_sampler.integrations.vllm import requests
+from compiled_sampler.integrations.vllm import parameters
 from compiled_sampler.integrations.vllm.results import logprob_columns, with_endings
 from compiled_sampler.integrations.vllm.settings import Settings
 from compiled_sampler.integrations.vllm.versions import LAWS
@@ -98,7 +98,7 @@ class EngineSampler:
                 settings.backend,
                 verifications=ways,
                 history_len=model.max_model_len + width + 1,
-                edit_sizes=requests.SIZES,
+                edit_sizes=parameters.SIZES,
                 captured_edits=(("penalties",),),
                 captured_logprobs=(self._logprobs(0),),
             )
@@ -122,7 +122,7 @@ class EngineSampler:
     ) -> tuple[SamplingParams | None, str | None]:
         """The parameters of a request of vLLM as ``add`` takes them, or why it cannot be drawn."""
         given = params, request_id, self._salt, self._vocab_size, self._settings
-        return requests.checked_params(*given, has_tokens=has_tokens)
+        return parameters.checked_params(*given, has_tokens=has_tokens)
 
     def add(self, own: SamplingParams, params: Any, prompt: list[int] | None, prompt_len: int, drawn: list[int]) -> int:
         """The slot of a request with ``params`` of vLLM, whose prompt is None where it is of embeddings."""
@@ -132,7 +132,7 @@ class EngineSampler:
         text = (prompt, drawn) if reading(edits) else (prompt, ()) if edits else ()
         self._planned = None  # a slot that comes again is of another request
         slot = self.sampler.add_request(own, *text)
-        self._ending_of[slot] = requests.ending_token(params)
+        self._ending_of[slot] = parameters.ending_token(params)
         return slot
 
     def remove(self, slot: int) -> None:

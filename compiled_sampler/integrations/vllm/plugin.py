@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from compiled_sampler.integrations.engine_interface import wrapped
-from compiled_sampler.integrations.vllm.requests import unsupported
+from compiled_sampler.integrations.vllm.parameters import unsupported
 from compiled_sampler.integrations.vllm.settings import VARIABLE, Settings, from_text, warn_of_v2
 from compiled_sampler.integrations.vllm.versions import check_version
 

@@ -15,7 +15,7 @@ from vllm.v1.outputs import SamplerOutput
 
 from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.plan import Plan
-from compiled_sampler.integrations.vllm import requests
+from compiled_sampler.integrations.vllm import parameters
 from compiled_sampler.integrations.vllm.engine_sampler import EngineSampler
 from compiled_sampler.integrations.vllm.results import GaplessLogprobs
 from compiled_sampler.integrations.vllm.settings import Settings
@@ -86,7 +86,7 @@ class BatchRequests:
                 slot = -1 if own is None or reason else self._added(own, state)
                 self._held[request_id] = HeldRequest(slot, state, state.num_prompt_tokens)
         slots = np.array([self._held[state.req_id].slot for state in states], dtype=np.int64)
-        ends = {row: requests.ending_token(states[row].sampling_params) for row in np.flatnonzero(slots < 0).tolist()}
+        ends = {row: parameters.ending_token(states[row].sampling_params) for row in np.flatnonzero(slots < 0).tolist()}
         prompt_lens = np.array([state.num_prompt_tokens for state in states], np.int32)
         self._last = HeldBatch([state.req_id for state in states], list(states), prompt_lens.tobytes(), slots, ends)
         return self._last

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 
 from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.requests.uploads import sent
-from compiled_sampler.integrations.vllm import requests
+from compiled_sampler.integrations.vllm import parameters
 from compiled_sampler.integrations.vllm.engine_sampler import Drawn, EngineSampler, PlannedBatch
 from compiled_sampler.integrations.vllm.results import GaplessLogprobs
 from compiled_sampler.integrations.vllm.settings import Settings
@@ -142,7 +142,7 @@ class SlotSampler(Sampler):  # type: ignore[misc]
             own, reason = self._engine.checked(params, request_id)
             if own is None:
                 _LOG.error("request %s is not drawn here: %s", request_id, reason)
-                self._refused[index] = str(reason), requests.ending_token(params)
+                self._refused[index] = str(reason), parameters.ending_token(params)
             else:
                 prompt, drawn = tokens[:prompt_len], tokens[prompt_len:]
                 self._slots[index] = self._engine.add(own, params, prompt, prompt_len, drawn)

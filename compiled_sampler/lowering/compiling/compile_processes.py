@@ -26,7 +26,7 @@ from compiled_sampler.lowering.stages.stage_call import StageCall
 
 _PATIENCE = 300.0  # seconds without a tick of CPU time, after which a process hangs; on busy cores it only waits
 _NICENESS = 19
-_WORKER = "compiled_sampler.lowering.compile_worker"
+_WORKER = "compiled_sampler.lowering.compiling.compile_worker"
 
 
 class CompileProcess:

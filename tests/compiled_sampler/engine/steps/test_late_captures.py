@@ -25,14 +25,14 @@ class Late:
         runner._compile = lambda *_, **__: None
         runner._stages = stages
         self.sampler.warmup(modes=["greedy"], wait=False)
+        self.logits, self.positions = torch.randn(2, V), torch.tensor([3, 4])
         self.plan = self.sampler.plan([self.sampler.add_request(SamplingParams(temperature=0.0)) for _ in range(2)])
 
     def captures_after(self, steps: int) -> int:
         """How many graphs there are after some steps more."""
-        logits = torch.randn(2, V)
         for _ in range(steps):
-            drawn = self.sampler.sample(self.plan, logits, torch.tensor([3, 4]))
-            assert drawn.tolist() == logits.argmax(-1).tolist()
+            drawn = self.sampler.sample(self.plan, self.logits, self.positions)
+            assert drawn.tolist() == self.logits.argmax(-1).tolist()
         return self.backend.num_captures
 
 
@@ -74,3 +74,20 @@ def test_a_capture_that_always_fails_is_given_up_until_the_next_warmup(late, cap
     late.backend.failures.clear()
     late.sampler.warmup(modes=["greedy"], wait=False)
     assert late.captures_after(2) == 1
+
+
+def test_a_call_that_ran_before_the_warmup_is_captured_after_it(late):
+    late.sampler._runner._captures_late = False
+    assert late.captures_after(2) == 0
+    late.sampler.warmup(modes=["greedy"], wait=False)
+    assert late.captures_after(2) == 1
+
+
+def test_steps_before_a_late_capture_are_counted_too(late):
+    late.sampler._runner._stages.are_settled = False
+    late.captures_after(3)
+    late.sampler._runner._stages.are_settled = True
+    assert late.captures_after(4) == 1
+    counted = late.sampler.statistics()
+    assert (counted.direct_runs, counted.replays) == (4, 3)
+    assert counted.fallbacks == {"greedy rows=2: no variant": 4}

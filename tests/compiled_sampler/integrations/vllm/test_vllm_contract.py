@@ -24,7 +24,7 @@ from compiled_sampler import Verification
 from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.vllm import VARIABLE, install, plugin, uninstall
 from compiled_sampler.integrations.vllm.engine_sampler import EngineSampler, verifications
-from compiled_sampler.integrations.vllm.requests import ENGINES, MAPPED, REFUSED, unsupported
+from compiled_sampler.integrations.vllm.parameters import ENGINES, MAPPED, REFUSED, unsupported
 from compiled_sampler.integrations.vllm.settings import Settings, from_text
 from compiled_sampler.integrations.vllm.v1_sampler import RunnerSampler, RunnerState
 from compiled_sampler.integrations.vllm.versions import BUILTIN_PROCESSORS, INTERFACE, check_version, unsupported_engine

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from compiled_sampler import SamplingParams
-from compiled_sampler.integrations.vllm.requests import (
+from compiled_sampler.integrations.vllm.parameters import (
     MAPPED,
     OWN,
     SIZES,
