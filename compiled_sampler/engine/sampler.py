@@ -25,7 +25,13 @@ from compiled_sampler.engine.boundary.tensors import (
 )
 from compiled_sampler.engine.calls import Calls, without_ring
 from compiled_sampler.engine.drafts import ONE_HOT, Draft, DraftCache, Proposals, in_sampler_dtype
-from compiled_sampler.engine.plan import Plan, check_has_boundary, check_has_drafts, check_has_positions, padded_parents
+from compiled_sampler.engine.plan import Plan
+from compiled_sampler.engine.plan_checks import (
+    check_has_boundary,
+    check_has_drafts,
+    check_has_positions,
+    padded_parents,
+)
 from compiled_sampler.engine.request_holder import RequestHolder
 from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_slots import EditSlots, checked_edit_sizes

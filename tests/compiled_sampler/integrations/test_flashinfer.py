@@ -15,11 +15,11 @@ from compiled_sampler.core.stage import call
 from compiled_sampler.functional import probs as law_of
 from compiled_sampler.functional import sample, verify_from_probs
 from compiled_sampler.integrations import flashinfer
-from compiled_sampler.integrations.flashinfer import (
+from compiled_sampler.integrations.flashinfer import noise_of
+from compiled_sampler.passes.probability_rows import (
     base_2_logits,
     keep_first,
     keep_nucleus,
-    noise_of,
     renormalised,
     seeds_of_rows,
 )
