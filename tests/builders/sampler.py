@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler import Plan, SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.compiling.stage_code import StageCode
@@ -42,6 +42,27 @@ def shared_sampler(
 ) -> Sampler:
     """One sampler for all tests of the process; use it with ``held`` so that its slots come back."""
     return Sampler(vocab_size, SHARED_SLOTS, device, dtype, backend)
+
+
+def sampler_with(params: Iterable[SamplingParams], vocab_size: int = V, slots: int = 8, **options: Any) -> Sampler:
+    """A sampler with the requests in its first slots, eager unless options say otherwise."""
+    made = Sampler(vocab_size, slots, **{"backend": "eager", **options})
+    for each in params:
+        made.add_request(each)
+    return made
+
+
+def planned(
+    *params: SamplingParams, num_drafts: Sequence[int] | None = None, vocab_size: int = V, **options: Any
+) -> tuple[Sampler, Plan]:
+    """``sampler_with`` the requests, and a plan of theirs."""
+    made = sampler_with(params, vocab_size, **options)
+    return made, made.plan(range(len(params)), num_drafts=num_drafts)
+
+
+def normal_rows(count: int, vocab_size: int = V, seed: int = 0) -> Tensor:
+    """Logits of which some tokens are likely, the same ones for equal arguments."""
+    return 3.0 * torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
 def replay_recordings(sampler: Sampler) -> RecordingBackend:
@@ -193,3 +214,10 @@ def new_outputs(rows: int, device: torch.device | str = "cpu") -> SampleOutputs:
     """Tensors for results, which hold what no result is."""
     token_ids = torch.full((rows,), -7, device=device)
     return SampleOutputs(token_ids, token_ids.to(torch.int32))
+
+
+def new_verified(requests: int, width: int) -> VerifyOutputs:
+    """The same for a verification of so many drafts each."""
+    count = torch.full((requests,), -7)
+    token_ids = torch.full((requests, width + 1), -7)
+    return VerifyOutputs(token_ids, count, count.clone(), count.clone(), count.to(torch.int32))
