@@ -89,11 +89,13 @@ def verifying_sampler(backend: str, vocab_size: int, params: Sequence[SamplingPa
     return holding(made, backend, params)
 
 
-def holding(made: Sampler, backend: str, params: Iterable[SamplingParams]) -> Sampler:
-    """The sampler with these requests; for "graph", mode ``full`` is recorded before, for ``replay_recordings``."""
+def holding(
+    made: Sampler, backend: str, params: Iterable[SamplingParams], modes: Sequence[str] | None = ("full",)
+) -> Sampler:
+    """The sampler with these requests; for "graph", the modes are recorded before, for ``replay_recordings``."""
     if backend == "graph":
         replay_recordings(made)
-        made.warmup(modes=["full"])
+        made.warmup(modes=modes)
     for each in params:
         made.add_request(each)
     return made
