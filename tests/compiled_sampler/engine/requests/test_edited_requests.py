@@ -3,7 +3,6 @@
 import math
 import random
 from functools import partial
-from itertools import count
 
 import pytest
 import torch
@@ -47,9 +46,8 @@ def test_a_request_that_is_preempted_goes_on_with_the_same_tokens():
                     slots[n] = own[n].added(sampler)
                 sampler.remove_request(blocker)
             positions = torch.tensor([each.position for each in own])
-            for each, token in zip(
-                own, sampler.sample(sampler.plan(slots), rows[step], positions).tolist(), strict=True
-            ):
+            tokens = sampler.sample(sampler.plan(slots), rows[step], positions).tolist()
+            for each, token in zip(own, tokens, strict=True):
                 each.output.append(max(token, 0))
         for slot in slots:
             sampler.remove_request(slot)
@@ -64,8 +62,7 @@ def test_slots_that_are_used_again_keep_nothing(num_requests):
     source = random.Random(7)
     sampler, plain = edited_sampler("eager", 3), Sampler(V, 3, backend="eager")
     slots, requests, logits = list[int](), list[Request](), torch.randn(3, V)
-    seen = count()
-    while next(seen) < num_requests:
+    for _ in range(num_requests):
         if len(slots) == 3 or (slots and source.random() < 0.4):
             slot = slots.pop(place := source.randrange(len(slots)))
             sampler.remove_request(slot)
@@ -209,18 +206,15 @@ def test_a_position_beyond_the_history_is_told():
 
 def test_logits_that_cannot_be_written_are_not_consumed():
     request = random_request(random.Random(1), V, ["penalties"])
-    for dtype, logits, error in (
-        (torch.bfloat16, torch.zeros(2, V, dtype=torch.bfloat16), ValueError),
-        (torch.float32, torch.zeros(1, V).expand(2, V), ValueError),
-    ):
-        sampler = edited_sampler("eager", 2, logits_dtype=dtype)
+    for logits in (torch.zeros(2, V, dtype=torch.bfloat16), torch.zeros(1, V).expand(2, V)):
+        sampler = edited_sampler("eager", 2, logits_dtype=logits.dtype)
         plan = sampler.plan([request.added(sampler), request.added(sampler)])
         for leave in (True, "restore"):
-            with pytest.raises(error, match="consume_logits must be False"):
+            with pytest.raises(ValueError, match="consume_logits must be False"):
                 sampler.sample(plan, logits, torch.tensor([3, 4]), consume_logits=leave)
         for leave, other in ((1, TypeError), (None, TypeError), ("restored", ValueError), ("", ValueError)):
             with pytest.raises(other, match="consume_logits must be a bool"):
-                sampler.sample(plan, torch.zeros(2, V, dtype=dtype), torch.tensor([3, 4]), consume_logits=leave)
+                sampler.sample(plan, torch.zeros_like(logits), torch.tensor([3, 4]), consume_logits=leave)
 
 
 @pytest.mark.parametrize("leave", ["consume_logits", "restore_logits"])

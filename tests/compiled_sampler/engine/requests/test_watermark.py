@@ -8,16 +8,15 @@ from scipy.stats import chisquare, kstest
 from compiled_sampler import Sampler, SamplingParams
 from examples.watermark import detect
 from tests.builders.edits import V
+from tests.builders.sampler import planned
 
-ROWS, EDITS = 16, ("penalties", "bad_words", "stops")
 FALSE_ALARM = 1e-6
 
 
-def decoded(sampler: Sampler, seed: int, num_tokens: int, length: int, temperature: float = 1.0) -> list[int]:
+def decoded(sampler: Sampler, seed: int, num_tokens: int, length: int) -> list[int]:
     """A text of the sampler whose logits follow from the last token."""
-    params = SamplingParams(seed=seed, watermark_tokens=num_tokens, temperature=temperature)
     text = [1, 2, 3]
-    slot = sampler.add_request(params, text)
+    slot = sampler.add_request(SamplingParams(seed=seed, watermark_tokens=num_tokens), text)
     plan, model = sampler.plan([slot]), torch.randn(V, V, generator=torch.Generator().manual_seed(1))
     while len(text) < length:
         text += sampler.sample(plan, model[text[-1]][None], torch.tensor([len(text)])).tolist()
@@ -60,8 +59,7 @@ def test_the_law_over_contexts_is_that_of_the_parameters():
 
 
 def test_what_draws_by_other_noise_is_refused():
-    sampler = Sampler(V, 1, backend="eager", history_len=8)
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, watermark_tokens=2))], num_drafts=[1])
+    sampler, plan = planned(SamplingParams(seed=1, watermark_tokens=2), num_drafts=[1], history_len=8)
     rows, drafts, where = torch.zeros(2, V), torch.tensor([[1]]), torch.tensor([1])
     with pytest.raises(ValueError, match="watermark_tokens must be verified by"):
         sampler.verify(plan, rows, drafts, where, "rejection")
