@@ -18,22 +18,22 @@ from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verificatio
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine.boundary.tensors import overlap, span
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, PROCESSED, PROPOSALS
-from tests.builders.sampler import REQUESTS, emptied, new_outputs, planned, same, sampler_with
+from tests.builders.sampler import REQUESTS, emptied, holding, new_outputs, normal_rows, planned, same, sampler_with
 
 V, R, K = 8, 3, 2
-OUT = new_outputs(R)
 NESTED = torch.nested.nested_tensor([torch.zeros(V)] * R, layout=torch.jagged)
 
 
 @pytest.fixture
-def engine() -> Iterator[SimpleNamespace]:
-    """A sampler with one request, a plan of three rows, and what it draws, also after a refused call."""
-    sampler = sampler_with([REQUESTS["full"]], V, 4)
-    plan = sampler.plan([0] * R)
-    logits, positions = torch.randn(R, V, generator=torch.Generator().manual_seed(0)), torch.arange(R)
-    wanted = sampler.sample(plan, logits, positions)
-    yield SimpleNamespace(sampler=sampler, plan=plan, logits=logits, positions=positions, wanted=wanted)
-    assert same(sampler.sample(plan, logits, positions), wanted)
+def engine(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
+    """A sampler with one request, eager or replaying, a plan of three rows, and what it draws, also after the test."""
+    sampler = Sampler(V, 4, backend="eager", buckets=[R])
+    holding(sampler, getattr(request, "param", "eager"), [REQUESTS["full"]])
+    call = sampler.plan([0] * R), normal_rows(R, V), torch.arange(R)
+    wanted, out = sampler.sample(*call), sampler.sample(*call, new_outputs(R))
+    yield SimpleNamespace(sampler=sampler, plan=call[0], logits=call[1], positions=call[2], wanted=wanted, out=out)
+    assert same(sampler.sample(*call), wanted)
+    assert same(sampler.sample(*call, out), wanted)
 
 
 @pytest.mark.parametrize(
@@ -132,36 +132,59 @@ def test_a_width_of_numpy_is_stored_as_an_int():
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "error", "words"),
+    ("name", "change", "error", "words"),
     [
-        ("logits", [[0.0] * V] * R, TypeError, "logits must be a torch.Tensor, got list; torch.as_tensor converts"),
-        ("logits", torch.zeros(R, V).bfloat16(), TypeError, "got torch.bfloat16; convert with .to(torch.float32)"),
-        ("logits", torch.zeros(R, V, device="meta"), ValueError, "logits must be on cpu, got meta; move it there"),
-        ("logits", torch.zeros(R + 1, V), ValueError, "must be [3, >= 8], got [4, 8]; slice the rows of the plan"),
-        ("logits", torch.zeros(R, V - 1), ValueError, "must be [3, >= 8], got [3, 7]; slice the rows of the plan"),
-        ("logits", torch.zeros(V), ValueError, "must be [3, >= 8], got [8]; slice the rows of the plan"),
-        ("logits", torch.zeros(V, R).T, ValueError, "column stride 1, got strides (1, 3); call .contiguous()"),
-        ("logits", torch._neg_view(torch.zeros(R, V)), ValueError, "with the negative bit; call .resolve_neg()"),
-        ("logits", torch.zeros(R, V).to_sparse(), TypeError, "dense tensor, got torch.sparse_coo; call .to_dense()"),
-        ("logits", NESTED, TypeError, "dense tensor, got a nested one; call .to_padded_tensor(padding)"),
-        ("positions", [0, 1, 2], TypeError, "positions must be a torch.Tensor, got list; torch.as_tensor converts"),
-        ("positions", torch._neg_view(torch.arange(R)), ValueError, "must hold its numbers, got a view with the neg"),
-        ("positions", torch.arange(R).short(), TypeError, "or torch.int32, got torch.int16; convert with .to"),
-        ("positions", torch.arange(R + 1), ValueError, "positions must be [3], one a slot of the plan, got [4]"),
-        ("out", tuple(OUT), TypeError, "out must be SampleOutputs, got tuple; SampleOutputs(token_ids, "),
-        ("out", OUT._replace(token_ids=[0] * R), TypeError, "out.token_ids must be a torch.Tensor, got list"),
-        ("out", OUT._replace(status=torch.zeros(R)), TypeError, "out.status must be torch.int32, got torch.float32"),
-        ("out", new_outputs(R + 1), ValueError, "out.token_ids must be [3], as the plan has it, got [4]"),
-        ("out", OUT._replace(status=OUT.status[:2]), ValueError, "out.status must be [3], as the plan has"),
-        ("out", new_outputs(R, "meta"), ValueError, "out.token_ids must be on cpu, got meta; move it there"),
+        ("logits", lambda x: None, TypeError, "logits must be a torch.Tensor, got NoneType"),
+        (
+            "logits",
+            lambda x: x.tolist(),
+            TypeError,
+            "logits must be a torch.Tensor, got list; torch.as_tensor converts",
+        ),
+        ("logits", torch.Tensor.bfloat16, TypeError, "got torch.bfloat16; convert with .to(torch.float32)"),
+        ("logits", lambda x: x.to("meta"), ValueError, "logits must be on cpu, got meta; move it there"),
+        ("logits", lambda x: x[[0, 1, 2, 2]], ValueError, "must be [3, >= 8], got [4, 8]; slice the rows of the plan"),
+        ("logits", lambda x: x[:, :-1], ValueError, "must be [3, >= 8], got [3, 7]; slice the rows of the plan"),
+        ("logits", lambda x: x[0], ValueError, "must be [3, >= 8], got [8]; slice the rows of the plan"),
+        ("logits", lambda x: x.view(V, R).T, ValueError, "column stride 1, got strides (1, 3); call .contiguous()"),
+        ("logits", torch._neg_view, ValueError, "with the negative bit; call .resolve_neg()"),
+        ("logits", torch.Tensor.to_sparse, TypeError, "dense tensor, got torch.sparse_coo; call .to_dense()"),
+        ("logits", lambda x: NESTED, TypeError, "dense tensor, got a nested one; call .to_padded_tensor(padding)"),
+        ("positions", lambda x: [0, 1, 2], TypeError, "positions must be a torch.Tensor, got list; torch.as_tensor"),
+        ("positions", lambda x: (x,), TypeError, "positions must be a torch.Tensor, got tuple"),
+        ("positions", torch._neg_view, ValueError, "must hold its numbers, got a view with the neg"),
+        (
+            "positions",
+            lambda x: x.view(torch.int16)[:R],
+            TypeError,
+            "or torch.int32, got torch.int16; convert with .to",
+        ),
+        ("positions", lambda x: x[[0, 1, 2, 2]], ValueError, "must be [3], one a slot of the plan, got [4]"),
+        ("positions", lambda x: x[:2], ValueError, "positions must be [3], one a slot of the plan, got [2]"),
+        ("out", tuple, TypeError, "out must be SampleOutputs, got tuple; SampleOutputs(token_ids, "),
+        ("out", lambda x: x._replace(token_ids=[0] * R), TypeError, "out.token_ids must be a torch.Tensor, got list"),
+        ("out", lambda x: x._replace(token_ids=None), TypeError, "out.token_ids must be a torch.Tensor, got NoneType"),
+        (
+            "out",
+            lambda x: x._replace(status=torch.zeros(R)),
+            TypeError,
+            "out.status must be torch.int32, got torch.float",
+        ),
+        ("out", lambda x: x._replace(token_ids=x.token_ids.view(torch.int16)[:R]), TypeError, "got torch.int16"),
+        ("out", lambda x: new_outputs(R + 1), ValueError, "out.token_ids must be [3], as the plan has it, got [4]"),
+        ("out", lambda x: SampleOutputs(x[0][:2], x[1][:2]), ValueError, "out.token_ids must be [3], as the plan has"),
+        ("out", lambda x: x._replace(status=x.status[:2]), ValueError, "out.status must be [3], as the plan has"),
+        ("out", lambda x: new_outputs(R, "meta"), ValueError, "out.token_ids must be on cpu, got meta; move it there"),
     ],
 )
-def test_wrong_tensors_are_refused_and_out_is_left_alone(engine, name, given, error, words):
-    arguments = {"plan": engine.plan, "logits": engine.logits, "positions": engine.positions, name: given}
-    with pytest.raises(error, match=re.escape(words)):
-        engine.sampler.sample(**arguments)
-    fields = [each for each in given if isinstance(each, torch.Tensor) and not each.is_meta] if name == "out" else []
-    assert all((each == each.new_full((), 0 if each.is_floating_point() else -7)).all() for each in fields)
+@pytest.mark.parametrize("engine", ["eager", "graph"], indirect=True)
+def test_wrong_tensors_are_refused_and_out_is_left_alone(engine, name, change, error, words):
+    """In the memory of a right call, which is known and runs without a check."""
+    for out in (engine.out, None) if name != "out" else (engine.out, engine.out):
+        right = {"logits": engine.logits, "positions": engine.positions, "out": out}
+        with pytest.raises(error, match=re.escape(words)):
+            engine.sampler.sample(engine.plan, **right | {name: change(right[name])})
+        assert same(engine.out, engine.wanted)
 
 
 def test_an_empty_plan_still_checks_its_tensors(engine):
