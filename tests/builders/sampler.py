@@ -72,13 +72,21 @@ def replay_recordings(sampler: Sampler) -> RecordingBackend:
     return backend
 
 
-def capturing(make: Callable[..., Sampler], device: torch.device, rows: int, **options: Any) -> Sampler:
-    """``make(backend, rows, **options)``, whose steps are captured: graphs on a GPU, recordings on the CPU."""
-    if device.type == "cuda":
-        return make("graph", rows, device=device, **options)
-    made = make("eager", rows, **options)
-    replay_recordings(made)
-    return made
+def recorded(sampler: Sampler, modes: Sequence[str] | None = ("full",)) -> Sampler:
+    """The eager sampler, which has recorded the steps of these modes and replays them from now on."""
+    replay_recordings(sampler)
+    sampler.warmup(modes=modes)
+    return sampler
+
+
+@contextlib.contextmanager
+def only_replays(sampler: Sampler, count: int) -> Iterator[None]:
+    """Within, as many steps are replayed, and none is captured or runs without a graph."""
+    before = sampler.statistics()
+    yield
+    after = sampler.statistics()
+    assert (after.captures, after.direct_runs) == (before.captures, before.direct_runs)
+    assert after.replays - before.replays == count
 
 
 def verifying_sampler(backend: str, vocab_size: int, params: Sequence[SamplingParams], width: int) -> Sampler:
@@ -94,8 +102,7 @@ def holding(
 ) -> Sampler:
     """The sampler with these requests; for "graph", the modes are recorded before, for ``replay_recordings``."""
     if backend == "graph":
-        replay_recordings(made)
-        made.warmup(modes=modes)
+        recorded(made, modes)
     for each in params:
         made.add_request(each)
     return made

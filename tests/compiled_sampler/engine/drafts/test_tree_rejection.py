@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler import functional as F
 from tests.builders.edits import EDITS, V, edited_sampler, hard_logits, random_mask, random_request
-from tests.builders.sampler import nothing_compiles, planned, replay_recordings, same
+from tests.builders.sampler import nothing_compiles, planned, recorded, replay_recordings, same
 from tests.builders.trees import KINDS, NODES, TreeBatch, random_parents
 from tests.tiers import tiers
 
@@ -94,10 +94,7 @@ def test_batchmates_that_need_a_wider_mode_change_nothing(params):
 
 
 def test_narrow_trees_are_replayed_in_a_wide_variant_and_slots_are_used_again():
-    eager = edited_sampler("eager", 64)
-    graph = edited_sampler("eager", 8, verifications=[WAY], buckets=[8])
-    replay_recordings(graph)
-    graph.warmup(modes=["full"])
+    eager, graph = edited_sampler("eager", 64), recorded(edited_sampler("eager", 8, verifications=[WAY], buckets=[8]))
     for seed in range(3):
         batch = batch_of(seed, "", (), {"temperature": 0.9, "top_k": 5, "top_p": 0.9})
         assert same(verified(graph, batch), verified(eager, batch))

@@ -33,7 +33,7 @@ from tests.builders.sampler import (
     normal_rows,
     nothing_compiles,
     planned,
-    replay_recordings,
+    recorded,
     same,
     sampler_with,
     stages_stay_eager,
@@ -135,11 +135,8 @@ def test_lists_on_the_host_and_flat_trees_are_the_padded_ones():
 @pytest.mark.parametrize("edits", [(), ("penalties", "stops")], ids=["plain", "edits"])
 def test_narrow_trees_are_replayed_in_a_wide_variant_and_slots_are_used_again(edits):
     eager = edited_sampler("eager", ROWS)
-    graph = edited_sampler(
-        "eager", 8, verifications=[WAY], buckets=[2, 8], captured_edits=[(*edits, "watermark")] if edits else ()
-    )
-    replay_recordings(graph)
-    graph.warmup(modes=["full"])
+    captured = [(*edits, "watermark")] if edits else ()
+    graph = recorded(edited_sampler("eager", 8, verifications=[WAY], buckets=[2, 8], captured_edits=captured))
     for seed in range(3):
         batch = tree_batch(eager, seed, edits=edits)
         batch.masks = None
@@ -388,9 +385,7 @@ def test_siblings_are_the_best_of_the_race_in_order(edits):
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_siblings_are_replayed_where_a_verification_names_their_number(rule):
     way = Verification(rule, 6, "one_hot" if rule == "match" else "logits", trees=True, siblings=2)
-    graph, eager = edited_sampler("eager", 8, verifications=[way], buckets=[8]), edited_sampler("eager", 8)
-    replay_recordings(graph)
-    graph.warmup(modes=["full"])
+    graph, eager = recorded(edited_sampler("eager", 8, verifications=[way], buckets=[8])), edited_sampler("eager", 8)
     params, made = [SamplingParams(seed=n, top_k=9) for n in range(3)], list[Tensor]()
     logits, positions = normal_rows(3, V), torch.tensor([3, 9, 4])
     for sampler in (graph, eager):

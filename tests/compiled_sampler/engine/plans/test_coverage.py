@@ -29,7 +29,7 @@ from compiled_sampler.modes import RULES, mode_table, uncovered
 from tests.builders import custom_edits
 from tests.builders.custom_edits import custom_sampler
 from tests.builders.edits import FILTERS, OF_EDIT, V
-from tests.builders.sampler import replay_recordings
+from tests.builders.sampler import recorded
 from tests.tiers import tiers
 
 K = 2
@@ -248,9 +248,7 @@ def test_compiled_steps_say_so_too(call):
 
 def test_a_plan_whose_slots_an_engine_replaces_serves_what_it_says_in_every_call():
     """Logprobs, a mask, a bucket or a wider captured step made the same row one of another law."""
-    sampler = Sampler(V, 2, backend="eager", buckets=[1], captured_edits=[["logit_bias", "stops"]])
-    replay_recordings(sampler)
-    sampler.warmup(modes=["full"])
+    sampler = recorded(Sampler(V, 2, backend="eager", buckets=[1], captured_edits=[["logit_bias", "stops"]]))
     slots = [sampler.add_request(SamplingParams(seed=1, logit_bias={3: 100.0})) for _ in range(2)]
     masks = torch.full((2, -(-V // 32)), -1, dtype=torch.int32)
     for edits, is_covered in (

@@ -22,7 +22,7 @@ from tests.builders.edits import (
     plain_tokens,
     random_request,
 )
-from tests.builders.sampler import replay_recordings
+from tests.builders.sampler import recorded
 from tests.tiers import tiers
 
 ROWS = 16
@@ -125,8 +125,7 @@ def test_a_warmup_or_capture_between_steps_changes_no_history():
     """Captures run a step first; with the slots of the last batch it would write what that step draws."""
     source = random.Random(3)
     made, wanted = (edited_sampler("eager", 3, captured_edits=[EDITS], buckets=[4]) for _ in range(2))
-    replay_recordings(made)
-    made.warmup(modes=["full"])
+    recorded(made)
     requests = [random_request(source, V, ["penalties", "bad_words"]) for _ in range(3)]
     slots, others = [each.added(made) for each in requests], [each.added(wanted) for each in requests]
     logits, positions = torch.zeros(3, V), torch.tensor([each.position for each in requests])

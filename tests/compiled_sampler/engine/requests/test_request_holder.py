@@ -12,7 +12,7 @@ from compiled_sampler.engine.boundary.arguments import FEW
 from compiled_sampler.engine.requests.slots import SlotState, slot_values
 from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
-from tests.builders.sampler import REQUESTS, held
+from tests.builders.sampler import REQUESTS, held, sampler_with
 
 V = 1000
 MODES = mode_table(V, "top_k")
@@ -165,14 +165,6 @@ def seeds_of(sampler: Sampler, count: int = 4) -> list[int | None]:
         return [sampler.request(slot).seed for slot in slots]
 
 
-def test_free_slots_are_counted():
-    sampler = Sampler(V, 4, backend="eager")
-    slots = [sampler.add_request(params) for params in list(REQUESTS.values())[:3]]
-    assert sampler.num_free_slots == 1
-    sampler.remove_request(slots[0])
-    assert (sampler.num_free_slots, sampler.max_num_requests) == (2, 4)
-
-
 @pytest.mark.parametrize(
     "names", [(), *((name,) for name in REQUESTS), ("greedy", "min_p"), ("top_k", "top_k_top_p[64]", "min_p")]
 )
@@ -245,9 +237,11 @@ def test_seeds_are_drawn_under_any_default_device_and_in_inference_mode():
         assert seeds_of(seeded_by(generator)) == wanted
 
 
-def test_a_sampler_prints_what_it_was_made_of():
-    sampler = Sampler(V, 4, logits_dtype=torch.bfloat16, backend="eager", top_p_base="all")
-    sampler.add_request(SamplingParams())
+def test_a_sampler_counts_free_slots_and_prints_what_it_was_made_of():
+    sampler = sampler_with([SamplingParams()] * 3, V, 4, logits_dtype=torch.bfloat16, top_p_base="all")
+    assert (sampler.num_free_slots, sampler.max_num_requests) == (1, 4)
+    sampler.remove_request(2)
+    sampler.remove_request(0)
     assert repr(sampler) == (
         "Sampler(vocab_size=1000, max_num_requests=4, device='cpu', logits_dtype=torch.bfloat16, backend='eager', "
         "top_p_base='all', num_free_slots=3)"

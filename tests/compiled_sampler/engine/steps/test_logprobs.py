@@ -40,7 +40,7 @@ from tests.builders.edits import (
 )
 from tests.builders.inputs import sample_inputs
 from tests.builders.logprobs import EVERYTHING, bare, close, differing, filters_of, rows_of, taken, wrong_fields
-from tests.builders.sampler import REQUESTS, SHARED_SLOTS, planned, replay_recordings, same, sampler_with
+from tests.builders.sampler import REQUESTS, SHARED_SLOTS, holding, planned, recorded, same, sampler_with
 from tests.oracles import oracle_edits
 from tests.oracles import oracle_logprobs as oracle
 from tests.tiers import tiers
@@ -249,9 +249,7 @@ def test_recorded_steps_return_the_same():
         "captured_logprobs": SOME,
         "verifications": [Verification(rule, 2) for rule in RULES],
     }
-    made, wanted = edited_sampler("eager", 4, buckets=[4], **options), edited_sampler("eager", 4)
-    replay_recordings(made)
-    made.warmup(modes=["full"])
+    made, wanted = recorded(edited_sampler("eager", 4, buckets=[4], **options)), edited_sampler("eager", 4)
     captures = made.statistics().captures
     for edits in ((), BOUNDED_EDITS):
         requests = [random_request(source, V, edits) for _ in range(3)]
@@ -270,19 +268,16 @@ def test_recorded_steps_return_the_same():
     assert made.statistics().captures == captures
 
 
-@pytest.mark.parametrize("recorded", [False, True])
-def test_results_are_written_into_out(recorded):
+@pytest.mark.parametrize("backend", ["eager", "graph"])
+def test_results_are_written_into_out(backend):
     asked, ways = EVERYTHING[2], [Verification("rejection", 2)]
     sampler = Sampler(V, 4, backend="eager", verifications=ways, captured_logprobs=[asked], buckets=[2, 4])
-    if recorded:
-        replay_recordings(sampler)
-        sampler.warmup(modes=["full"])
-    slots = [sampler.add_request(REQUESTS["full"]) for _ in range(3)]
+    holding(sampler, backend, [REQUESTS["full"]] * 3)
     logits, positions, drafts = torch.randn(9, V), torch.arange(3), torch.randint(V, (3, 2))
     for plan, kind, columns in (
-        (sampler.plan(slots), SampleOutputs, 0),
-        (sampler.plan(slots, num_drafts=[2] * 3), VerifyOutputs, 3),
-        (sampler.plan(slots, num_drafts=[1] * 3), VerifyOutputs, 2),
+        (sampler.plan(range(3)), SampleOutputs, 0),
+        (sampler.plan(range(3), num_drafts=[2] * 3), VerifyOutputs, 3),
+        (sampler.plan(range(3), num_drafts=[1] * 3), VerifyOutputs, 2),
     ):
 
         def step(out=None, plan=plan, columns=columns):
@@ -300,7 +295,7 @@ def test_results_are_written_into_out(recorded):
             assert step(out) is out
             assert differing(out.logprobs, wanted.logprobs) == []
             assert same(bare(out), bare(wanted))
-    assert not recorded or sampler.statistics().replays > 8
+    assert backend == "eager" or sampler.statistics().replays > 8
 
 
 def test_outs_that_do_not_fit_are_refused():
