@@ -35,7 +35,6 @@ LAYOUTS = [(1, torch.float32), (2, torch.float16), (127, torch.bfloat16), (V, to
 
 @pytest.fixture
 def sampler() -> Sampler:
-    """Eager, with eight free slots."""
     return Sampler(V, 8, backend="eager")
 
 

@@ -33,7 +33,6 @@ WAYS = [("match", ""), *((rule, kind) for rule in LAWFUL for kind in ("", "draft
 
 @pytest.fixture
 def sampler() -> Sampler:
-    """Eager, a request of each kind in the first slots."""
     return sampler_with(PARAMS)
 
 

@@ -248,8 +248,7 @@ def test_slots_that_stay_are_not_brought_again(monkeypatch):
 
 def test_captures_that_use_plans_first_read_their_numbers_however_many_they_are(monkeypatch):
     """A capture took pinned memory that only a new plan brought, each time that it read a plan: it ran out."""
-    sampler = Sampler(V, 4, backend="eager")
-    sampler.add_request(REQUESTS["greedy"])
+    sampler = sampler_with([REQUESTS["greedy"]])
     with monkeypatch.context() as patched:  # a CPU stands for the device
         patched.setattr(torch.cuda, "Stream", lambda device: None)
         patched.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -347,8 +346,7 @@ def test_after_a_warmup_probs_compile_nothing():
 @pytest.mark.parametrize("largest", [2, 3, 8])
 def test_steps_get_numbers_laid_out_as_at_warmup(monkeypatch, largest):
     """Another stride or an unaligned address would be another kernel, compiled at the first call."""
-    sampler = Sampler(V, 4, backend="eager", buckets=[largest])
-    slots = [sampler.add_request(REQUESTS["greedy"]) for _ in range(4)]
+    sampler = sampler_with([REQUESTS["greedy"]] * 4, buckets=[largest])
     seen: list[Tensor] = []
     resolve = StepRunner.resolve
 
@@ -358,8 +356,8 @@ def test_steps_get_numbers_laid_out_as_at_warmup(monkeypatch, largest):
 
     monkeypatch.setattr(StepRunner, "resolve", watched)
     for count in (1, 3, 4):
-        sampler.probs(sampler.plan(slots[:count]), normal_rows(count))
-        sampler.draft(sampler.plan(slots[:count]), normal_rows(count), torch.arange(count), False, offset=1)
+        sampler.probs(sampler.plan(range(count)), normal_rows(count))
+        sampler.draft(sampler.plan(range(count)), normal_rows(count), torch.arange(count), False, offset=1)
     assert len(seen) == 9
     assert [each.tolist() for each in seen[2::3]] == [[1], [1] * 3, [1] * 4]
     assert all(each.stride() == (1,) and each.data_ptr() % 16 == 0 for each in seen)

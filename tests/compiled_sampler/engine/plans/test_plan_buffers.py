@@ -26,7 +26,6 @@ def sampler() -> Sampler:
 
 @pytest.fixture(params=["eager", "reference", "graph"])
 def on_each(request: pytest.FixtureRequest) -> Sampler:
-    """A sampler of each backend."""
     return verifying_sampler(request.param, V, PARAMS, K)
 
 

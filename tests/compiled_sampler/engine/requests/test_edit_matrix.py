@@ -309,7 +309,6 @@ LAW = {"seed": 3, "temperature": 0.9}
 
 @functools.cache
 def sampler_of_one(device: str, backend: str) -> Sampler:
-    """With one slot."""
     return custom_sampler(backend, 1, device=device)
 
 

@@ -22,7 +22,7 @@ from tests.builders.edits import (
     plain_tokens,
     random_request,
 )
-from tests.builders.sampler import recorded
+from tests.builders.sampler import planned, recorded
 from tests.tiers import tiers
 
 ROWS = 16
@@ -188,9 +188,10 @@ def test_edits_take_denormals_for_zeros_in_every_mode_of_the_cpu(flushes):
 
 
 def test_a_position_beyond_the_history_is_told():
-    sampler = edited_sampler("eager", 1)
-    slot = sampler.add_request(SamplingParams(seed=1, presence_penalty=1.0))
-    plan, logits = sampler.plan([slot]), torch.randn(1, V)
+    (sampler, plan), logits = (
+        planned(SamplingParams(seed=1, presence_penalty=1.0), history_len=HISTORY),
+        torch.randn(1, V),
+    )
     for position, is_told in ((HISTORY - 1, False), (HISTORY, False), (HISTORY + 1, True), (2**62, True)):
         status = sampler.sample(plan, logits, torch.tensor([position])).status.item()
         assert bool(status & RowStatus.HISTORY_EXCEEDED) == is_told
@@ -280,9 +281,8 @@ def test_ids_that_no_logit_has_count_for_nothing_in_a_history_and_keep_their_pos
 
 
 def test_the_allowed_tokens_that_a_logit_has_are_those_that_may_be_drawn():
-    sampler = edited_sampler("eager", 1)
-    slot = sampler.add_request(SamplingParams(seed=1, allowed_token_ids=[7, V, V + 31]))
-    kept = sampler.edited_logits(sampler.plan([slot]), torch.zeros(1, V), torch.tensor([0])).isfinite()
+    sampler, plan = planned(SamplingParams(seed=1, allowed_token_ids=[7, V, V + 31]))
+    kept = sampler.edited_logits(plan, torch.zeros(1, V), torch.tensor([0])).isfinite()
     assert kept.nonzero().tolist() == [[0, 7]]
 
 
@@ -295,8 +295,8 @@ def test_edits_without_a_history_and_requests_that_stand_twice_are_refused():
         sampler.plan([slot, slot])
     with pytest.raises(ValueError, match="positions must be given for penalties"):
         sampler.probs(sampler.plan([slot]), torch.zeros(1, V))
+    call = sampler.plan([slot]), torch.zeros(1, V), torch.tensor([1])
     with pytest.raises(TypeError, match=r"token_bitmask must be torch\.int32"):
-        sampler.sample(sampler.plan([slot]), torch.zeros(1, V), torch.tensor([1]), token_bitmask=torch.ones(1, 5))
-    mask = torch.ones(1, 4, dtype=torch.int32)
+        sampler.sample(*call, token_bitmask=torch.ones(1, 5))
     with pytest.raises(ValueError, match=r"token_bitmask must be \[1, >= 5\]"):
-        sampler.sample(sampler.plan([slot]), torch.zeros(1, V), torch.tensor([1]), token_bitmask=mask)
+        sampler.sample(*call, token_bitmask=torch.ones(1, 4).int())

@@ -9,7 +9,7 @@ from scipy.stats import chisquare, kstest
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams, Verification
 from examples.watermark import detect
-from tests.builders.sampler import V, planned
+from tests.builders.sampler import V, planned, sampler_with
 from tests.oracles import oracle_filters
 
 DRAWS = 10_000
@@ -23,17 +23,12 @@ FILTERS = [
 NAMES = ["top_n_sigma", "min_k", "p_less", "typical_p", "xtc"]
 
 
-def sampler_of(rows, backend="eager", **options):
-    return Sampler(V, rows, backend=backend, **options)
-
-
 def filtered_once(probability, rows=DRAWS):
     """How often the first token is excluded from as many draws, at positions 0, 1, ..."""
-    sampler = sampler_of(1)
-    slot = sampler.add_request(SamplingParams(seed=12, xtc_probability=probability, xtc_threshold=0.1))
+    sampler = sampler_with([SamplingParams(seed=12, xtc_probability=probability, xtc_threshold=0.1)])
     logits = torch.full((1, V), -math.inf)
     logits[0, :4] = torch.tensor([3.0, 2.5, 2.0, -1.0])
-    plan = sampler.plan([slot] * rows)
+    plan = sampler.plan([0] * rows)
     found = sampler.probs(plan, logits.expand(rows, -1).contiguous(), positions=torch.arange(rows))
     is_excluded = found[:, 0] == 0.0
     assert torch.equal(is_excluded, found[:, 1] == 0.0)
@@ -61,11 +56,10 @@ def test_the_coin_is_independent_of_the_token():
 
     The control is a share that is 0.2 off, which must fail.
     """
-    sampler = sampler_of(1)
-    slot = sampler.add_request(SamplingParams(seed=5, xtc_probability=0.5, xtc_threshold=0.3))
+    sampler = sampler_with([SamplingParams(seed=5, xtc_probability=0.5, xtc_threshold=0.3)])
     logits = torch.full((1, V), -math.inf)
     logits[0, :3] = torch.tensor([2.0, 1.5, 1.5])  # 0.45, 0.27, 0.27: one top choice, which stays
-    plan, where = sampler.plan([slot] * DRAWS), torch.arange(DRAWS)
+    plan, where = sampler.plan([0] * DRAWS), torch.arange(DRAWS)
     tokens = sampler.sample(plan, logits.expand(DRAWS, -1).contiguous(), where).token_ids
     coins = torch.tensor([oracle_filters.coin(5, position) < 0.5 for position in range(2000)])
     of_coin = tokens[:2000][coins]
@@ -77,12 +71,9 @@ def test_the_coin_is_independent_of_the_token():
 
 @pytest.mark.parametrize("given", FILTERS, ids=NAMES)
 def test_only_batches_with_a_filter_have_its_edit(given):
-    sampler = sampler_of(4)
-    of_filter, plain = sampler.add_request(SamplingParams(seed=1, **given)), sampler.add_request(SamplingParams(seed=2))
-    greedy = sampler.add_request(SamplingParams(temperature=0.0, **given))
-    name = NAMES[FILTERS.index(given)]
-    assert sampler.plan([of_filter, plain]).edits == (name,)
-    assert sampler.plan([plain, greedy]).edits == ()
+    sampler = sampler_with([SamplingParams(**given), SamplingParams(), SamplingParams(temperature=0.0, **given)])
+    assert sampler.plan([0, 1]).edits == (NAMES[FILTERS.index(given)],)
+    assert sampler.plan([1, 2]).edits == ()
 
 
 def test_xtc_that_can_exclude_nothing_is_no_edit():
@@ -92,13 +83,12 @@ def test_xtc_that_can_exclude_nothing_is_no_edit():
 
 @pytest.mark.parametrize("given", FILTERS, ids=NAMES)
 def test_a_boundary_is_refused_as_it_does_not_tell_what_is_kept(given):
-    sampler = sampler_of(1, verifications=[Verification("match", 1)])
-    slot = sampler.add_request(SamplingParams(seed=1, **given))
+    sampler, plan = planned(SamplingParams(seed=1, **given), verifications=[Verification("match", 1)])
     asked, logits, where = Logprobs(of="filtered", boundary=True), torch.randn(2, V), torch.tensor([0])
     with pytest.raises(ValueError, match=r"boundary must not be asked for with .*; "):
-        sampler.sample(sampler.plan([slot]), logits[:1], where, logprobs=asked)
+        sampler.sample(plan, logits[:1], where, logprobs=asked)
     with pytest.raises(ValueError, match=r"boundary must not be asked for with .*; "):
-        sampler.verify(sampler.plan([slot], num_drafts=[1]), logits, torch.tensor([[1]]), where, logprobs=asked)
+        sampler.verify(sampler.plan([0], num_drafts=[1]), logits, torch.tensor([[1]]), where, logprobs=asked)
 
 
 def test_probabilities_under_xtc_need_positions():

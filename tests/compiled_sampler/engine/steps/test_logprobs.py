@@ -167,8 +167,8 @@ def test_edited_logits_replay_what_was_drawn(drafts):
 
 @pytest.mark.parametrize("backend", tiers(["eager", "reference"], ["eager", "reference", "compiled"]))
 def test_logits_without_edits_are_copied_as_they_are(backend):
-    sampler = Sampler(V, 2, backend=backend, logits_dtype=torch.bfloat16)
-    plan, logits = sampler.plan([sampler.add_request(REQUESTS["full"])] * 2), torch.randn(2, V + 3).bfloat16()
+    sampler, plan = planned(*[REQUESTS["full"]] * 2, slots=2, backend=backend, logits_dtype=torch.bfloat16)
+    logits = torch.randn(2, V + 3).bfloat16()
     made = sampler.edited_logits(plan, logits, torch.arange(2))
     assert torch.equal(made, logits[:, :V].float())
     plan = sampler.plan([], num_drafts=[])
