@@ -221,15 +221,6 @@ def test_probs_are_the_law_in_every_mode(base):
             assert torch.equal(sampler.probs(sampler.plan([slot] * 6, mode=mode), logits), law)
 
 
-def test_probs_of_padding_and_of_masked_rows_are_zero_and_out_is_filled(sampler):
-    logits, part = rows_of(4), torch.full((4, V), -7.0)
-    logits[2] = -torch.inf
-    plan = sampler.plan([4, -1, 1, 2])
-    assert sampler.probs(plan, logits, out=part) is part
-    assert torch.equal(part, sampler.probs(plan, logits))
-    assert part.sum(-1).tolist() == pytest.approx([1.0, 0.0, 0.0, 1.0], abs=1e-6)
-
-
 @pytest.mark.parametrize("with_law", [False, True])
 @pytest.mark.parametrize("rule", LAWFUL)
 def test_probabilities_of_the_target_verify_as_its_logits_do(sampler, rule, with_law):
