@@ -28,7 +28,6 @@ from compiled_sampler.exact.threshold import (
     Threshold,
     base_is_row_mask,
     block_masses,
-    has_triton_twin,
     keep_all_threshold,
     search_threshold,
     search_threshold_in_torch,
@@ -101,12 +100,10 @@ def race_rows(
     """The best packed (score key, id) in each part of the rows that race, int64 ``[R, n]``; ``NO_WINNER`` elsewhere."""
     # Of the filters only min_p is applied, which alone reads row_max. best_known: int64 [R], the packed (score key, id)
     # of a token of each row; a part in which no token has as good a score may name any of its tokens, or none.
-    x = values_of(logits)
-    if has_triton_twin(x):
-        operator, words = triton_operator("race_rows"), words_of(logits, vocab_size)
-        winners: Tensor = operator(x, races, *_parameters(rows, row_max), best_known, words, vocab_size, False)[0]
-        return winners
-    return race_rows_in_torch(logits, races, rows, row_max, best_known, vocab_size=vocab_size)
+    x, words = values_of(logits), words_of(logits, vocab_size)
+    parameters = _parameters(rows, row_max)
+    winners: Tensor = triton_operator("race_rows")(x, races, *parameters, best_known, words, vocab_size, False)[0]
+    return winners
 
 
 def race_rows_in_torch(
@@ -118,7 +115,7 @@ def race_rows_in_torch(
     *,
     vocab_size: int,
 ) -> Tensor:
-    """``race_rows`` without kernels of its own: each row is one part."""
+    """``race_rows`` in torch: each row is one part."""
     return _raced(logits, races, rows, row_max, None, vocab_size)
 
 
@@ -126,19 +123,16 @@ def race_and_weigh(logits: AnyLogits, flagged: FlaggedRows, *, vocab_size: int, 
     """Parts of every row's mass, and ``race_rows`` of the rows that certainly race, in one pass over the logits."""
     # Returns masses, int64 [R, n], and winners, int64 [R, m].
     rows, row_max, races = flagged
-    x = values_of(logits)
-    if has_triton_twin(x):
-        operator, words = triton_operator("race_rows"), words_of(logits, vocab_size)
-        parameters = _parameters(rows, row_max)
-        winners, masses = operator(x, races, *parameters, None, words, vocab_size, True)
-        return masses, winners
-    return race_and_weigh_in_torch(logits, flagged, vocab_size=vocab_size, block=block)
+    x, words = values_of(logits), words_of(logits, vocab_size)
+    parameters = _parameters(rows, row_max)
+    winners, masses = triton_operator("race_rows")(x, races, *parameters, None, words, vocab_size, True)
+    return masses, winners
 
 
 def race_and_weigh_in_torch(
     logits: AnyLogits, flagged: FlaggedRows, *, vocab_size: int, block: int
 ) -> tuple[Tensor, Tensor]:
-    """``race_and_weigh`` without kernels of its own: each row is one part, and races once its threshold is known."""
+    """``race_and_weigh`` in torch: each row is one part, and races once its threshold is known."""
     rows, row_max, _ = flagged
     masses = block_masses(logits, row_max, rows.scale, vocab_size=vocab_size, block=block)
     return masses.sum(-1, keepdim=True), torch.full_like(rows.top_k, NO_WINNER)[:, None]
@@ -162,18 +156,13 @@ def race_beyond_candidates(
 ) -> Tensor:
     """The best packed (score key, id) of the rows that race, int64 ``[R, n]``; ``NO_WINNER`` elsewhere."""
     # The winner of a row is the largest of its n numbers; in rows that are searched all others are NO_WINNER.
-    # raced, int64 [R, n], are the winners of rows that raced before; read by kernels only.
-    x = values_of(logits)
-    if has_triton_twin(x):
-        which = (known.packed, known.is_open, known.beyond_candidates, known.row_mass)
-        parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        winners: Tensor = triton_operator("race_beyond_candidates")(
-            x, *which, *parameters, raced, words_of(logits, vocab_size), vocab_size, base_is_row
-        )
-        return winners
-    return race_beyond_candidates_in_torch(
-        logits, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=base_is_row
+    # raced, int64 [R, n], are the winners of rows that raced before.
+    which = (known.packed, known.is_open, known.beyond_candidates, known.row_mass)
+    parameters = (row_max, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
+    winners: Tensor = triton_operator("race_beyond_candidates")(
+        values_of(logits), *which, *parameters, raced, words_of(logits, vocab_size), vocab_size, base_is_row
     )
+    return winners
 
 
 def race_beyond_candidates_in_torch(
@@ -186,7 +175,7 @@ def race_beyond_candidates_in_torch(
     vocab_size: int,
     base_is_row: bool,
 ) -> Tensor:
-    """``race_beyond_candidates`` without kernels of its own, which does not read who raced."""
+    """``race_beyond_candidates`` in torch, which does not read who raced."""
     x = all_logits(logits, vocab_size)
     threshold = search_threshold_in_torch(x, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     return _raced(x, known.beyond_candidates, rows, row_max, threshold, vocab_size)
@@ -207,20 +196,17 @@ def _raced(
 
 def race_top_k(logits: AnyLogits, rows: RowParams, *, vocab_size: int) -> tuple[Tensor, Tensor]:
     """The best packed (score key, id) of each row under top-k and min_p, and its ``nan_bits``: ``[R, 1]`` each."""
-    # On a GPU a row is read at most twice: by the search, which needs no pass before it, and by the race of rows that
-    # keep many tokens.
+    # A row is read at most twice: by the search, which needs no pass before it, and by the race of rows that keep many
+    # tokens.
     # Requires top_p = 1 in each row: no mass is computed.
-    x = values_of(logits)
-    if has_triton_twin(x):
-        parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
-        operator, words = triton_operator("race_top_k"), words_of(logits, vocab_size)
-        winners, nan_bits = operator(x, *parameters, words, vocab_size)
-        return winners, nan_bits
-    return race_top_k_in_torch(logits, rows, vocab_size=vocab_size)
+    x, words = values_of(logits), words_of(logits, vocab_size)
+    parameters = (rows.live, rows.scale, rows.top_k, rows.top_p, rows.noise_mask, rows.min_p_log2, [*rows.keys])
+    winners, nan_bits = triton_operator("race_top_k")(x, *parameters, words, vocab_size)
+    return winners, nan_bits
 
 
 def race_top_k_in_torch(logits: AnyLogits, rows: RowParams, *, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """``race_top_k`` without kernels of its own."""
+    """``race_top_k`` in torch."""
     x = all_logits(logits, vocab_size)
     known = keep_all_threshold(rows, rows.live & (rows.top_k < vocab_size), rows.live)
     row_max = key_float(largest_key(x))
@@ -235,7 +221,7 @@ IN_TORCH: dict[Callable[..., Any], Callable[..., Any]] = {
     race_top_k: race_top_k_in_torch,
     search_threshold: search_threshold_in_torch,
 }
-"""Stages with hand-written kernels on a GPU, and what torch does in their place."""
+"""Stages that only launch hand-written kernels, so that a GPU's schedules alone have them; and torch in their place."""
 
 
 def draw_from_winners(winners: Tensor, nan_bits: Tensor, idle: Tensor) -> SampleOutputs:

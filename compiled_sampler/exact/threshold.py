@@ -148,8 +148,6 @@ def search_threshold(
     logits: Tensor, known: Threshold, row_max: Tensor, rows: RowParams, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
     """The threshold of every row, int64 ``[R]`` packed (order key, id), with the open rows searched."""
-    if not has_triton_twin(logits):
-        return search_threshold_in_torch(logits, known, row_max, rows, vocab_size=vocab_size, base_is_row=base_is_row)
     arguments = (logits, known.packed, known.is_open, known.row_mass, row_max, rows.scale, rows.top_k, rows.top_p)
     threshold: Tensor = triton_operator("search_threshold")(*arguments, vocab_size, base_is_row)
     return threshold
@@ -158,14 +156,9 @@ def search_threshold(
 def search_threshold_in_torch(
     logits: Tensor, known: Threshold, row_max: Tensor, rows: RowParams, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
-    """``search_threshold`` without kernels of its own; the maxima are not read."""
+    """``search_threshold`` in torch; the maxima are not read."""
     keys = order_keys(logits, vocab_size=vocab_size)
     return search_in_order(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
-
-
-def has_triton_twin(logits: Tensor) -> bool:
-    """Whether a hand-written kernel stands in for a definition here: on CUDA, as an ATen operator dispatches."""
-    return logits.is_cuda
 
 
 def triton_operators() -> ModuleType:

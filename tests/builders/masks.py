@@ -10,6 +10,7 @@ from compiled_sampler.batch import SampleInputs
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.pipeline.eager import without_kernels
 from tests.builders.edits import random_mask
 from tests.builders.filters import hard_rows
 from tests.builders.inputs import slot_table
@@ -83,6 +84,6 @@ def stages_watched(seen: list[str]):
 
     def watch(stage, /, *tensors, **static):
         seen.append(stage.__name__)
-        return stage(*tensors, **static)
+        return without_kernels(stage, *tensors, **static)
 
     return watch

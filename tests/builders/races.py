@@ -16,7 +16,7 @@ from compiled_sampler.core.noise import NoiseKeys, noise_keys
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, row_logits
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact import triton as triton_launches
-from compiled_sampler.exact.row_race import NO_WINNER, race_beyond_candidates, race_top_k
+from compiled_sampler.exact.row_race import NO_WINNER, race_beyond_candidates_in_torch, race_top_k_in_torch
 from compiled_sampler.exact.threshold import Threshold
 from tests.cases.hard_rows import KINDS
 
@@ -175,10 +175,11 @@ def won_by_others(
         known = known._replace(packed=torch.full_like(known.packed, KEEP_ALL), is_open=known.is_open & False)
     if filters in FILTERED_BY_TOP_K:
         rows = rows._replace(top_p=torch.ones_like(rows.top_p), live=known.beyond_candidates)
-        wanted, nan_bits = race_top_k(masked, rows, vocab_size=vocab_size)
+        wanted, nan_bits = race_top_k_in_torch(masked, rows, vocab_size=vocab_size)
     else:
         raced = torch.empty(0)  # is not read here
-        wanted = race_beyond_candidates(masked, known, rows, row_max, raced, vocab_size=vocab_size, base_is_row=False)
+        base = {"vocab_size": vocab_size, "base_is_row": False}
+        wanted = race_beyond_candidates_in_torch(masked, known, rows, row_max, raced, **base)
     given = logits, known, rows, row_max, words
     logits, known, rows, row_max, words = tree_map(lambda each: None if each is None else each.to(device), given)
     rows = rows._replace(keys=NoiseKeys(*(each + shifted for each in rows.keys)))

@@ -21,6 +21,7 @@ import tools
 from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.passes.bounds import race_bounds
 from compiled_sampler.passes.race import race_maxima
+from compiled_sampler.pipeline.eager import without_kernels
 from tools.bench.cases import Case
 
 _COUNTED = json.loads((Path(tools.__file__).parent / "results" / "instructions.json").read_text())
@@ -199,7 +200,7 @@ class _Counting:
         if stage is race_bounds and static["finds_max"]:
             race = ("bound and order",)
         self.chain = Chain(count + tuning_of(stage).num_kernels, small + counted, race)
-        return stage(*tensors, **static)
+        return without_kernels(stage, *tensors, **static)
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> tuple[Any, Any]:
         before, one = self.chain, first()

@@ -16,7 +16,7 @@ from compiled_sampler.exact.threshold import (
     block_masses,
     flag_exceeding_rows,
     row_masses,
-    search_threshold,
+    search_threshold_in_torch,
     threshold_from_candidates,
 )
 from compiled_sampler.modes import CAPACITIES
@@ -58,7 +58,8 @@ def thresholds(
     static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
     known = threshold_from_candidates(ordered, flagged.rows, row_mass, **static)
     assert not (flagged.races & ~known.beyond_candidates).any()
-    return search_threshold(logits, known, flagged.row_max, flagged.rows, **static), known.is_open, flagged.rows
+    found = search_threshold_in_torch(logits, known, flagged.row_max, flagged.rows, **static)
+    return found, known.is_open, flagged.rows
 
 
 def flagged_rows(logits: torch.Tensor, keys: torch.Tensor, row_slots: RowSlots) -> tuple[FlaggedRows, torch.Tensor]:

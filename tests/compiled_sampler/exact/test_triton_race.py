@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from compiled_sampler.core.noise import noise_keys
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY
 from compiled_sampler.core.rows import RowParams
-from compiled_sampler.exact.row_race import race_top_k
+from compiled_sampler.exact.row_race import race_top_k_in_torch
 from tests.builders.races import (
     FILTERED_BY_MIN_P,
     FILTERED_BY_TOP_K,
@@ -226,7 +226,7 @@ def differing_under_masks(
         top_p=torch.ones(count, dtype=torch.float64),
         min_p_log2=torch.where(row % 4 == 3, -3.0, -torch.inf),
     )
-    wanted, magnitudes = race_top_k(masked, rows, vocab_size=vocab_size)
+    wanted, magnitudes = race_top_k_in_torch(masked, rows, vocab_size=vocab_size)
     words = packed(visible.roll(1, 0) if is_control else visible)
     won, seen_nan, search = raced(logits, words, rows, vocab_size, launch, device)
     _, _, of_copy = raced(masked, None, rows, vocab_size, launch, device)

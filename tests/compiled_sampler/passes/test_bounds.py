@@ -6,12 +6,13 @@ import torch
 from compiled_sampler import Sampler
 from compiled_sampler.core.noise import bound_of, exponential, negative_log2
 from compiled_sampler.core.rows import row_slots_of
-from compiled_sampler.exact.row_race import race_rows
+from compiled_sampler.exact.row_race import race_rows_in_torch
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes import bounds
 from compiled_sampler.passes.blocks import widened
 from compiled_sampler.passes.bounds import Leaders, race_bounds, race_leaders
 from compiled_sampler.pipeline import sample, schedule
+from compiled_sampler.pipeline.eager import without_kernels
 from compiled_sampler.pipeline.sample import draw_tokens, sample_step
 from tests.builders.inputs import modes_by_name, sample_inputs
 from tests.builders.sampler import same
@@ -50,7 +51,7 @@ def drawn(inputs, mode: str, block: int = 8):
     found: list[Leaders] = []
 
     def run(stage, *tensors, **static):
-        made = stage(*tensors, **static)
+        made = without_kernels(stage, *tensors, **static)
         if stage is race_leaders:
             found.append(made)
         return made
@@ -92,7 +93,7 @@ def test_rows_that_a_second_look_does_not_settle_race(mode, spread, filters, mos
     assert 100 < leaders.needs_race.sum() < most
 
     def unraced(logits, races, rows, row_max, found, **static):
-        return race_rows(logits, races & False, rows, row_max, found, **static)
+        return race_rows_in_torch(logits, races & False, rows, row_max, found, **static)
 
     monkeypatch.setattr(sample, "race_rows", unraced)
     made, _ = drawn(inputs, mode)
@@ -176,7 +177,7 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
     seen = {}
 
     def run(stage, *tensors, **static):
-        seen[stage] = stage(*tensors, **static)
+        seen[stage] = without_kernels(stage, *tensors, **static)
         return seen[stage]
 
     monkeypatch.setattr(bounds, "LEADERS", 5000 // 256 + 1)  # every block is looked at

@@ -14,6 +14,7 @@ from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.kept import cut_of_drawn
+from compiled_sampler.pipeline.eager import without_kernels
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.inputs import (
@@ -146,7 +147,8 @@ def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, m
     found = logprobs(chosen, inputs, tokens, wanted, **given)
     assert differing(found, logprobs(full_mode(V), inputs, tokens, wanted, **given)) == []
     for rows in (1, 8, 600):
-        by_gpu = logprobs(chosen, inputs, tokens, wanted, **given, schedule=gpu_schedule(chosen, rows))
+        schedule = gpu_schedule(chosen, rows)
+        by_gpu = logprobs(chosen, inputs, tokens, wanted, without_kernels, **given, schedule=schedule)
         assert differing(found, by_gpu) == []
     with chunks_of(70):
         assert differing(found, logprobs(chosen, inputs, tokens, wanted, **given)) == []
@@ -267,7 +269,7 @@ def schedules(mode, rows):
     return schedule_for(mode, rows, torch.device("cpu")), bounded
 
 
-def drawn(schedule, inputs, wanted, scale, run=call):
+def drawn(schedule, inputs, wanted, scale, run=without_kernels):
     """A step with logprobs."""
     ids = None if wanted.token_ids is None else torch.tensor([wanted.token_ids] * len(inputs.logits))
     return edit_and_draw(schedule, inputs._replace(logprobs=LogprobInputs(wanted, ids, scale)), run)
