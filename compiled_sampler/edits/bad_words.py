@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler.edits.changes import ListWriter, list_entries
 from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, Params, SlotRow, check_scope, checked_token_id
-from compiled_sampler.edits.history import TOKEN, UNWRITTEN, AnyHistory, texts_of
+from compiled_sampler.edits.history import UNWRITTEN, AnyHistory, last_tokens, texts_of
 
 _MASKED = float("-inf")
 
@@ -43,10 +43,7 @@ def without_bad_words(
 
 def _is_begun(start: Tensor, text: Tensor, positions: Tensor, first: Tensor, history: AnyHistory) -> Tensor:
     """Whether the tokens before a row's own position are ``start``, int32 ``[R, W, M - 1]``: bool ``[R, W]``."""
-    most, length = history.entries.shape[2], start.shape[2]
-    place = positions[:, None] - length + torch.arange(length, device=start.device)
-    held = history.entries[text[:, None], TOKEN, place.clamp(0, most - 1)]
-    held = torch.where((place >= first[:, None]) & (place < most), held, UNWRITTEN)
+    held = last_tokens(text, positions, history, start.shape[2], first[:, None])
     # ``UNWRITTEN`` in ``start`` stands for any token
     return ((start == UNWRITTEN) | (start == held[:, None, :])).all(-1)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.order import indices, without_denormals
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
-from compiled_sampler.edits.history import TOKEN, UNWRITTEN, AnyHistory, texts_of
+from compiled_sampler.edits.history import AnyHistory, last_tokens, texts_of
 from compiled_sampler.edits.masks import masked
 from compiled_sampler.edits.tables import CustomTables
 from compiled_sampler.logit_edit import CustomEdits, EditRows
@@ -64,18 +64,10 @@ def edit_rows(
         state = {name: by_row(next(states).values[slot]) for name in edits.states[number]}
         before = None
         if edit.history_tokens and history is not None:
-            before = tokens_before(texts_of(history, slots), positions, history, edit.history_tokens)
+            before = last_tokens(texts_of(history, slots), positions, history, edit.history_tokens)
         yield is_used[:, None], EditRows(positions[:, None], params, inputs, constants, before, state)
 
 
 def by_row(values: Tensor) -> Tensor:
     """Numbers of rows as ``EditRows`` has them: ``[R]`` as ``[R, 1]``, others as they are."""
     return values[:, None] if values.dim() == 1 else values
-
-
-def tokens_before(text: Tensor, positions: Tensor, history: AnyHistory, count: int) -> Tensor:
-    """The tokens before each row's own, int32 ``[R, count]``, the last one last; ``UNWRITTEN`` where there is none."""
-    most = history.entries.shape[2]
-    place = positions[:, None] - count + torch.arange(count, device=positions.device)
-    held = history.entries[text[:, None], TOKEN, place.clamp(0, most - 1)]
-    return torch.where((place >= 0) & (place < most), held, UNWRITTEN)

@@ -28,7 +28,7 @@ from compiled_sampler.edits.edit_spec import (
     in_range,
     normal,
 )
-from compiled_sampler.edits.history import TOKEN, UNWRITTEN, AnyHistory, texts_of
+from compiled_sampler.edits.history import TOKEN, UNWRITTEN, AnyHistory, last_tokens, texts_of
 
 MOST_REPEATED = 50  # tokens of a repetition that DRY tells apart; longer ones are penalized like these
 
@@ -58,8 +58,7 @@ def without_repetitions(
     end, first = positions.clamp(max=most), positions - dry.ranges[slot]
     first = torch.where(dry.ranges[slot] > 0, first.clamp(min=0), 0)
     place, held = indices(most, x.device), history.entries[text, TOKEN]
-    last = history.entries[text[:, None], TOKEN, _last_places(positions).clamp(0, most - 1)]
-    last = torch.where((_last_places(positions) >= 0) & (_last_places(positions) < most), last, UNWRITTEN)
+    last = last_tokens(text, positions, history, MOST_REPEATED)
     last = torch.where(_is_breaker(last, slot, dry), UNWRITTEN, last)
     inside = (place[None, :] - first[:, None]).clamp(0, MOST_REPEATED)
     length = torch.minimum(_lengths(held, last), inside)
@@ -70,11 +69,6 @@ def without_repetitions(
     penalty = torch.where(is_penalized, dry.penalties[slot[:, None], length], 0.0)
     after = without_denormals(without_denormals(before) - penalty)
     return token, torch.where(penalty > 0.0, after, before)
-
-
-def _last_places(positions: Tensor) -> Tensor:
-    """The positions before each row's own, int64 ``[R, MOST_REPEATED]``."""
-    return positions[:, None] - MOST_REPEATED + torch.arange(MOST_REPEATED, device=positions.device)
 
 
 def _lengths(held: Tensor, last: Tensor) -> Tensor:

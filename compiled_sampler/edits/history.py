@@ -59,6 +59,15 @@ def texts_of(history: AnyHistory, slots: Tensor) -> Tensor:
     return slots.clamp(min=0)
 
 
+def last_tokens(text: Tensor, positions: Tensor, history: AnyHistory, count: int, first: int | Tensor = 0) -> Tensor:
+    """The tokens before each row's own, int32 ``[R, count]``, the last one last; ``UNWRITTEN`` where there is none."""
+    # first, 0 or int32 [R, 1], is the position before which tokens count as none.
+    most = history.entries.shape[2]
+    place = positions[:, None] - count + torch.arange(count, device=positions.device)
+    held = history.entries[text[:, None], TOKEN, place.clamp(0, most - 1)]
+    return torch.where((place >= first) & (place < most), held, UNWRITTEN)
+
+
 def row_history(history: History, slots: Tensor, paths: RowPaths) -> RowHistory:
     """The text of each row of trees: what ``recorded`` would write of its path, in a copy of its request's entries."""
     entries, prompt_len = history.entries[slots.clamp(min=0)], history.prompt_lens[slots.clamp(min=0)][:, None]
