@@ -8,7 +8,7 @@ requests. Every mode that covers a request draws the same token for it, bit for 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -221,6 +221,7 @@ def uncovered(mode: Mode, params: SamplingParams) -> str | None:
         return f"temperature {params.temperature} draws"
     if params.min_p > 0.0 and not mode.filters_min_p:
         return f"min_p {params.min_p} is applied"
+    # functional/row_table.py decides the same of tensors, in _prefix_is_covered: change both.
     covers_row = mode.beyond_candidates or mode.capacity >= mode.vocab_size
     keeps_all_k = params.top_k == 0 or params.top_k >= mode.vocab_size
     if keeps_all_k and params.top_p >= 1.0:
@@ -230,6 +231,11 @@ def uncovered(mode: Mode, params: SamplingParams) -> str | None:
     if covers_row or params.top_k in range(1, mode.capacity + 1):
         return None
     return f"top_k {params.top_k or 'off'} exceeds the capacity of {mode.capacity}"
+
+
+def top_k_limits(vocab_size: int, capacities: Collection[int]) -> list[int]:
+    """Numbers for top_k on both sides of each limit that ``uncovered`` compares it with, ascending."""
+    return sorted({0, 2, vocab_size - 1, vocab_size, *capacities, *(capacity + 1 for capacity in capacities)})
 
 
 def covering_mode(modes: Sequence[Mode], needs: int) -> Mode:
@@ -296,8 +302,7 @@ def _corner_requests(vocab_size: int, capacities: frozenset[int]) -> tuple[Sampl
         vocab_size: V.
         capacities: C of both modes.
     """
-    limits = {0, 2, vocab_size - 1, vocab_size, *capacities, *(capacity + 1 for capacity in capacities)}
-    choices = itertools.product((0.0, 1.0), sorted(limits), (0.5, 1.0), (0.0, 0.5))
+    choices = itertools.product((0.0, 1.0), top_k_limits(vocab_size, capacities), (0.5, 1.0), (0.0, 0.5))
     return tuple(
         SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
         for temperature, top_k, top_p, min_p in choices

@@ -61,7 +61,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "edits.tables": ("logit_edit", "edits.names", "edits"),
     "logprobs": ("scalars",),
     "batch": (*DATA, "edits"),
-    "core": (*DATA, "core.order", "core.arithmetic", "core.mass"),
+    "core": ("modes", "batch", "core.order", "core.arithmetic", "core.mass"),
     **dict.fromkeys(EDIT_STAGES, (*CORE, *EDITS)),
     "passes": (*CORE, *EDITS),
     "exact.triton": CORE,
@@ -202,7 +202,7 @@ def replacing_stages(sources: Sources) -> list[str]:
     return [
         f"{path} returns a tuple that _replace made, at line {node.lineno}"
         for path, text in sources.items()
-        if path.split("/")[0] in PACKAGES and folder(module_name(path)) in STAGES
+        if path.split("/")[0] in PACKAGES and folder(module_name(path)) in (*STAGES, "functional")
         for node in ast.walk(ast.parse(text, path))
         if isinstance(node, ast.Return) and isinstance(node.value, ast.Call)
         if isinstance(node.value.func, ast.Attribute) and node.value.func.attr == "_replace"

@@ -60,6 +60,17 @@ def square_root(x: Tensor) -> Tensor:
     return torch.where(x > 0.0, x * y, 0.0)
 
 
+_FRACTION_BITS, _FRACTION, _EXPONENT = 23, 0x7FFFFF, 0xFF  # of a float32
+
+
+def in_float64(x: Tensor) -> Tensor:
+    """The float64 that each float32 number means, ``[R]``; denormals too, which a thread may flush in a conversion."""
+    bits = x.view(torch.int32)
+    size = (bits & _FRACTION).to(torch.float64) * 2.0**-149
+    denormal = torch.where(bits < 0, -size, size)
+    return torch.where(((bits >> _FRACTION_BITS) & _EXPONENT) == 0, denormal, x.to(torch.float64))
+
+
 LOG2_E = math.log2(math.e)  # ``log2(e)``, rounded to float64; divided by a temperature it is the scale of a row
 
 Number = TypeVar("Number", float, Tensor)

@@ -19,14 +19,13 @@ from compiled_sampler.batch import (
     VerifyInputs,
     VerifyOutputs,
 )
-from compiled_sampler.core.row_table import unfiltered_table
 from compiled_sampler.core.rows import idle_status
 from compiled_sampler.core.stage import Run, fuses
 from compiled_sampler.edits.recording import record_drafts, record_draws, record_ends
 from compiled_sampler.engine.definition import drawn_by_definition, probabilities_by_definition, verified_by_definition
 from compiled_sampler.engine.drafts import DraftCache
 from compiled_sampler.engine.requests.edit_slots import EditSlots
-from compiled_sampler.engine.requests.slots import SlotState
+from compiled_sampler.engine.requests.slots import SlotState, unfiltered_table
 from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages

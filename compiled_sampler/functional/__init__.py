@@ -10,6 +10,7 @@ and these functions refuse their names with the way out. Modules, from the entry
     sampling       sample and probs
     verification   verify and verify_from_probs
     arguments      what a caller passes: keywords, rows, a mode, parameters as tensors, a backend
+    row_table      stages that make a slot table of these tensors, and mark the rows that draw nothing
 """
 
 from compiled_sampler.functional.arguments import warmup

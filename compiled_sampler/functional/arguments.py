@@ -13,13 +13,14 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.row_table import RowInputs, RowTable, in_float64, row_table
+from compiled_sampler.core.arithmetic import in_float64
 from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.boundary.arguments import LOGITS_DTYPES, check_progress, checked_draw_index
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_logits, check_tensor
 from compiled_sampler.engine.sampler import Sampler
+from compiled_sampler.functional.row_table import RowInputs, RowTable, row_table
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
-from compiled_sampler.modes import CAPACITIES, MAX_VOCAB_SIZE, TOP_P_BASES, Mode, mode_table, uncovered
+from compiled_sampler.modes import CAPACITIES, MAX_VOCAB_SIZE, TOP_P_BASES, Mode, mode_table, top_k_limits, uncovered
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.scalars import as_int64, check_choice, checked_int
@@ -178,10 +179,9 @@ def mode_of(name: str | None, filters: Filters, vocab_size: int, top_p_base: str
 def _possible_rows(filters: Filters, vocab_size: int) -> list[SamplingParams]:
     """Rows with the numbers of a call, and on each side of the limits of ``uncovered`` with what is on the device."""
     temperature, top_k, top_p, min_p = filters
-    limits = {0, 2, vocab_size - 1, vocab_size, *CAPACITIES, *(capacity + 1 for capacity in CAPACITIES)}
     choices = itertools.product(
         (1.0,) if temperature is None else (temperature,),
-        sorted(limits) if top_k is None else (top_k,),
+        top_k_limits(vocab_size, CAPACITIES) if top_k is None else (top_k,),
         (0.5, 1.0) if top_p is None else (top_p,),
         (0.5,) if min_p is None else (min_p,),
     )

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleInputs, SampleOutputs
-from compiled_sampler.core.row_table import marked
 from compiled_sampler.engine.boundary.tensors import empty_outputs
 from compiled_sampler.functional.arguments import (
     FloatOrRows,
@@ -20,6 +19,7 @@ from compiled_sampler.functional.arguments import (
     run_of,
     shard_rows,
 )
+from compiled_sampler.functional.row_table import marked
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.sharded import drawing_in

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import VerifyInputs, VerifyOutputs
-from compiled_sampler.core.row_table import marked_requests, requests_with_rows
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_rows, check_tensor, empty_outputs
 from compiled_sampler.engine.drafts import in_sampler_dtype
 from compiled_sampler.functional.arguments import (
@@ -22,6 +21,7 @@ from compiled_sampler.functional.arguments import (
     parameter_rows,
     run_of,
 )
+from compiled_sampler.functional.row_table import marked_requests, requests_with_rows
 from compiled_sampler.modes import MOST_DRAFTS, Mode, check_rule, check_tree_rule, probabilities_mode, verifying
 from compiled_sampler.pipeline.verify import verify_step
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.arithmetic import log2_of_tensor, reciprocal
+from compiled_sampler.core.arithmetic import in_float64, log2_of_tensor, reciprocal
 from compiled_sampler.core.filters import keep_prefix, last_kept
 from compiled_sampler.core.mass import MASS_BITS
 from compiled_sampler.core.noise import philox_4x32_10
 from compiled_sampler.core.order import indices, order_key, pack, row_logits
-from compiled_sampler.core.row_table import in_float64
 from compiled_sampler.passes.kept import probability_mass
 
 _WORD, _TOP_BIT = 0xFFFFFFFF, 0x80000000

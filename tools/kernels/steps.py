@@ -9,8 +9,7 @@ from torch import Tensor
 
 from compiled_sampler import SamplingParams
 from compiled_sampler.batch import DraftTable, SampleInputs, VerifyInputs
-from compiled_sampler.core.row_table import unfiltered_table
-from compiled_sampler.engine.requests.slots import SlotState
+from compiled_sampler.engine.requests.slots import SlotState, unfiltered_table
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.modes import CACHE, PROCESSED, Mode, Verification, mode_table, verifying
 from compiled_sampler.pipeline.sample import sample_step

@@ -50,6 +50,20 @@ def slot_values(params: SamplingParams, vocab_size: int) -> tuple[float | int, .
     )
 
 
+def unfiltered_table(like: SlotTable, vocab_size: int) -> SlotTable:
+    """A slot table ``[S]`` of requests that draw at temperature 1 from all V tokens, of the shape of another one."""
+    return SlotTable(
+        seeds=torch.zeros_like(like.seeds),
+        scale=torch.full_like(like.scale, LOG2_E),
+        noise_mask=torch.full_like(like.noise_mask, -1),
+        top_k=torch.full_like(like.top_k, vocab_size),
+        top_p=torch.ones_like(like.top_p),
+        min_p_log2=torch.full_like(like.min_p_log2, -math.inf),
+        needs=torch.zeros_like(like.needs),
+        unserved=torch.zeros_like(like.unserved),
+    )
+
+
 def processed_scale(params: SamplingParams) -> float:
     """``log2(e) / temperature`` of a request, at temperature 1 for temperature 0; greedy by ``top_k`` 1 or not."""
     return LOG2_E / (params.temperature or 1.0)

@@ -7,7 +7,7 @@ from torch import Tensor
 from compiled_sampler import SamplingParams, VerifyInputs
 from compiled_sampler.batch import RowStatus
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.row_table import unfiltered_table
+from compiled_sampler.engine.requests.slots import unfiltered_table
 from compiled_sampler.modes import (
     PROCESSED,
     PROPOSALS,

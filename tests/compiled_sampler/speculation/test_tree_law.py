@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_sampler.batch import VerifyInputs
 from compiled_sampler.core import score
 from compiled_sampler.core.order import MASKED_KEY, score_order
-from compiled_sampler.core.row_table import unfiltered_table
+from compiled_sampler.engine.requests.slots import unfiltered_table
 from compiled_sampler.modes import verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import verify as pipeline

@@ -22,8 +22,8 @@ import torch
 from compiled_sampler.batch import SampleInputs, VerifyInputs
 from compiled_sampler.core import score
 from compiled_sampler.core.order import MASKED_KEY, score_order
-from compiled_sampler.core.row_table import unfiltered_table
 from compiled_sampler.core.stage import call
+from compiled_sampler.engine.requests.slots import unfiltered_table
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import verify as pipeline

@@ -8,13 +8,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.batch import RowEntries, RowStatus, SampleOutputs, SlotTable, VerifyOutputs
+from compiled_sampler.batch import RowEntries, RowStatus, SampleOutputs, VerifyOutputs
 from compiled_sampler.core.arithmetic import LOG2_E, bits_of, log2_of_tensor
 from compiled_sampler.params import MAX_TEMPERATURE, MIN_TEMPERATURE
 
 _SIGN, _ONE = bits_of(-0.0), bits_of(1.0)
 _COLDEST, _HOTTEST = bits_of(MIN_TEMPERATURE), bits_of(MAX_TEMPERATURE)
-_FRACTION_BITS, _FRACTION, _EXPONENT = 23, 0x7FFFFF, 0xFF  # of a float32
 _OUT_OF_RANGE, _UNCOVERED = -1, -2  # slots of rows that are padding to the pipeline
 
 
@@ -48,28 +47,6 @@ class Requests(NamedTuple):
     """int64 ``[N]``, 0..K; -1 for padding without rows."""
     flags: Tensor
     """int32 ``[N]``, ``PARAMETER_OUT_OF_RANGE`` or ``NOT_COVERED`` of requests that emit nothing, else 0."""
-
-
-def unfiltered_table(like: SlotTable, vocab_size: int) -> SlotTable:
-    """A slot table ``[S]`` of requests that draw at temperature 1 from all V tokens, of the shape of another one."""
-    return SlotTable(
-        seeds=torch.zeros_like(like.seeds),
-        scale=torch.full_like(like.scale, LOG2_E),
-        noise_mask=torch.full_like(like.noise_mask, -1),
-        top_k=torch.full_like(like.top_k, vocab_size),
-        top_p=torch.ones_like(like.top_p),
-        min_p_log2=torch.full_like(like.min_p_log2, -math.inf),
-        needs=torch.zeros_like(like.needs),
-        unserved=torch.zeros_like(like.unserved),
-    )
-
-
-def in_float64(x: Tensor) -> Tensor:
-    """The float64 that each float32 number means, ``[R]``; denormals too, which a thread may flush in a conversion."""
-    bits = x.view(torch.int32)
-    size = (bits & _FRACTION).to(torch.float64) * 2.0**-149
-    denormal = torch.where(bits < 0, -size, size)
-    return torch.where(((bits >> _FRACTION_BITS) & _EXPONENT) == 0, denormal, x.to(torch.float64))
 
 
 def row_table(

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from compiled_sampler.batch import RowStatus
-from compiled_sampler.core.row_table import RowInputs, RowTable, in_float64, requests_with_rows, row_table
+from compiled_sampler.core.arithmetic import in_float64
 from compiled_sampler.engine.requests.slots import slot_values
+from compiled_sampler.functional.row_table import RowInputs, RowTable, requests_with_rows, row_table
 from compiled_sampler.modes import Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 
