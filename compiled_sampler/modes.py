@@ -71,11 +71,15 @@ class Mode:
     """Form of the distribution that drafts were drawn from, one of ``PROPOSALS``, ``CACHE`` or ``PROCESSED``."""
     from_probabilities: bool = False
     """Whether rows hold the target's probabilities instead of logits; no filter is applied to them."""
+    family: str = field(default="", repr=False)  # like the next field not shown: ``name`` says both
+    """The name shared by modes that differ in ``capacity`` alone, which ``forced_mode`` takes too; empty for others."""
+    rows_mode: str = field(default="", repr=False)
+    """In a mode that verifies drafts the name of the mode that samples for its requests; else empty."""
 
     @property
     def samples_as(self) -> str:
         """The name of the mode of the mode table that this mode samples like, also where it verifies drafts."""
-        return self.name.rpartition(", ")[2]
+        return self.rows_mode or self.name
 
     @property
     def matches_drafts(self) -> bool:
@@ -168,7 +172,8 @@ def verifying(mode: Mode, rule: str, drafts: str = "one_hot") -> Mode:
         rule: one of ``RULES``.
         drafts: one of ``PROPOSALS``, ``CACHE`` or ``PROCESSED``.
     """
-    return replace(mode, name=f"{rule}, {drafts}, {mode.name}", rule=rule, drafts=drafts)
+    name = f"{rule}, {drafts}, {mode.name}"
+    return replace(mode, name=name, rule=rule, drafts=drafts, rows_mode=mode.samples_as)
 
 
 def proposing(mode: Mode) -> Mode:
@@ -194,11 +199,12 @@ def mode_table(vocab_size: int, top_p_base: str) -> tuple[Mode, ...]:
         top_p_base: one of ``TOP_P_BASES``.
     """
     filtering = Mode("", vocab_size, filters_min_p=True, base_is_row=top_p_base == "all")
+    among_candidates = replace(filtering, family="top_k_top_p")
     return (
         Mode("greedy", vocab_size, draws=False),
         Mode("no_filter", vocab_size),
         Mode("min_p", vocab_size, filters_min_p=True),
-        *(replace(filtering, name=f"top_k_top_p[{capacity}]", capacity=capacity) for capacity in CAPACITIES),
+        *(replace(among_candidates, name=f"top_k_top_p[{capacity}]", capacity=capacity) for capacity in CAPACITIES),
         replace(filtering, name="top_k", beyond_candidates=True),
         replace(filtering, name="full", beyond_candidates=True, capacity=CAPACITIES[-1]),
     )
@@ -258,7 +264,7 @@ def forced_mode(
     Raises:
         ValueError: an unknown name, or a mode that does not cover a row; the message names the row and the reason.
     """
-    family = [i for i, mode in enumerate(modes) if name in (mode.name, mode.name.partition("[")[0])]
+    family = [i for i, mode in enumerate(modes) if name in (mode.name, mode.family or mode.name)]
     if not family:
         check_choice("mode", name, [mode.name for mode in modes], "None chooses")
     for i in family:
