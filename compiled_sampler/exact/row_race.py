@@ -31,8 +31,8 @@ from compiled_sampler.exact.threshold import (
     keep_all_threshold,
     search_threshold,
     search_threshold_in_torch,
-    triton_operator,
 )
+from compiled_sampler.exact.triton import triton_operator
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, logit_blocks, logits_of_rows, values_of, words_of
 from compiled_sampler.passes.maxima import largest_key, nan_bits_of, row_nan_bits
 from compiled_sampler.passes.race import tokens_from_packed

@@ -9,12 +9,8 @@ about once and skips rows that need none; torch searches there until these kerne
 from __future__ import annotations
 
 import functools
-import importlib
-import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +28,7 @@ from compiled_sampler.core.filters import (
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.core.rows import RowParams, RowSlots
-from compiled_sampler.exact.triton import LOCK
+from compiled_sampler.exact.triton import triton_operator
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, in_blocks
 from compiled_sampler.passes.candidates import largest, number
 from compiled_sampler.passes.maxima import kept_in_kernel, rows_of_blocks
@@ -159,26 +155,6 @@ def search_threshold_in_torch(
     """``search_threshold`` in torch; the maxima are not read."""
     keys = order_keys(logits, vocab_size=vocab_size)
     return search_in_order(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
-
-
-def triton_operators() -> ModuleType:
-    """The module of Triton operators, imported when a CUDA tensor needs it: CPU builds of torch have no Triton."""
-    name = "compiled_sampler.exact.triton.operators"
-    with nullcontext() if name in sys.modules else LOCK:
-        return importlib.import_module(name)
-
-
-@functools.cache
-def triton_operator(name: str) -> Callable[..., Any]:
-    """A Triton operator."""
-    # It runs on the device of its first tensor; Triton itself would launch on the current device.
-    operator: Callable[..., Any] = getattr(triton_operators(), name)
-
-    def on_its_device(first: Tensor, *arguments: Any) -> Any:
-        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
-            return operator(first, *arguments)
-
-    return on_its_device
 
 
 def order_keys(logits: Tensor, *, vocab_size: int) -> Tensor:

@@ -7,10 +7,41 @@ how a race cuts rows into parts.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
 
 LOCK = threading.RLock()
 """Held while what compiles in torch is imported or patched: two threads that import it find it half imported."""
+
+
+def triton_operators() -> ModuleType:
+    """The module of Triton operators, imported when a CUDA tensor needs it: CPU builds of torch have no Triton."""
+    name = "compiled_sampler.exact.triton.operators"
+    with nullcontext() if name in sys.modules else LOCK:
+        return importlib.import_module(name)
+
+
+@functools.cache
+def triton_operator(name: str) -> Callable[..., Any]:
+    """A Triton operator."""
+    # It runs on the device of its first tensor; Triton itself would launch on the current device.
+    operator: Callable[..., Any] = getattr(triton_operators(), name)
+
+    def on_its_device(first: Tensor, *arguments: Any) -> Any:
+        with torch.cuda.device_of(first):
+            return operator(first, *arguments)
+
+    return on_its_device
+
 
 LONGEST = 24576
 """Entries of a list; a bracket holds about ``_DEVIATIONS / sqrt(_SAMPLE)`` of a row at most, see ``operators.py``."""

@@ -14,7 +14,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from compiled_sampler.exact import triton as lists
+from compiled_sampler.exact.triton import SPARE as SPARE_ENTRIES
 from compiled_sampler.exact.triton.keys import order_key
 
 # Fields of int32 brackets. A filter's bracket is the first and the last key between which that of its last kept token
@@ -38,7 +38,7 @@ LIST_SIZE = tl.constexpr(5)  # tokens listed, also those for which there was no 
 MASS_AFTER_WINNER = tl.constexpr(6)
 SUM_FIELDS = tl.constexpr(8)
 
-SPARE = tl.constexpr(lists.SPARE)
+SPARE = tl.constexpr(SPARE_ENTRIES)
 _MASKED_ENTRY = tl.constexpr(-0x800000 << 32)  # -inf, whose bits are 0xFF800000, and token 0
 
 OWN = frozenset({"brackets", "sums", "lists", "open_rows"})

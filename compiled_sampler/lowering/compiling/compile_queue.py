@@ -24,8 +24,7 @@ from weakref import WeakSet
 
 import torch
 
-from compiled_sampler.exact.threshold import triton_operators
-from compiled_sampler.exact.triton import LOCK
+from compiled_sampler.exact.triton import LOCK, triton_operators
 from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, HandWritten, StageCode, fault_of
 from compiled_sampler.lowering.inductor.compilation import Compiled, import_compilers, set_up_triton

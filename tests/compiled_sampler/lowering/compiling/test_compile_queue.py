@@ -25,7 +25,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
-from compiled_sampler.exact import row_race, threshold
+from compiled_sampler.exact import row_race, triton
 from compiled_sampler.exact.row_race import IN_TORCH, race_top_k_in_torch
 from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
@@ -152,9 +152,9 @@ print({**lowering.eager_stages}, {**lowering.queued_stages})
 
 def test_a_draw_imports_its_kernels_after_a_thread_that_imports_the_compilers(monkeypatch):
     imported = mock.Mock()
-    monkeypatch.setattr(threshold.importlib, "import_module", imported)
+    monkeypatch.setattr(triton.importlib, "import_module", imported)
     monkeypatch.delitem(sys.modules, "compiled_sampler.exact.triton.operators", raising=False)
-    draw = threading.Thread(target=threshold.triton_operators)
+    draw = threading.Thread(target=triton.triton_operators)
     with LOCK:
         draw.start()
         draw.join(0.2)
