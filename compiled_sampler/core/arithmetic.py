@@ -3,8 +3,8 @@
 Each product and each sum is rounded on its own; none is fused to an FMA. Divisions and roots differ between compilers,
 so here they are Newton's method in such steps.
 
-``log2`` of libm, of numpy and of CUDA are three functions, which differ in the last bit. Here are two of our own. With
-``x = 2**e * m``, m in [sqrt(1/2), sqrt(2)), and ``s = (m - 1) / (m + 1)``, so ``|s| <= 0.172``::
+``log2`` of libm, of numpy and of CUDA are three functions, which differ in the last bit. Here are our own. Two are of
+float64. With ``x = 2**e * m``, m in [sqrt(1/2), sqrt(2)), and ``s = (m - 1) / (m + 1)``, so ``|s| <= 0.172``::
 
     log2(x) = e + 2 / ln(2) * (s + s**3 / 3 + s**5 / 5 + ...)
 
@@ -14,6 +14,9 @@ so here they are Newton's method in such steps.
   rounding errors along, and computes the first term in two parts, of which the larger has so few bits that its products
   are exact. It is off by less than 0.56 ulp of float64. Rounded to float32, as the slot table stores it, it is that of
   glibc for every float32 number in (0, 1], and for each of 2e9 random float64 numbers that were compared.
+
+``log2_float32`` serves races over residuals. Of a float32 number ``2**e * (1 + f)``, f in [0, 1), it is e plus a
+polynomial of f.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from torch import Tensor
 
 MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000
 """The float32 ``1.5 * 2**23`` and its bits: adding it rounds a number to an integer, which the low bits then hold."""
+
+BIAS = 127  # of the exponent of a float32
 
 
 def polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
@@ -137,6 +142,33 @@ def bits_of(x: float) -> int:
 
 def _float(bits: int) -> float:
     return float(struct.unpack("<d", struct.pack("<q", bits))[0])
+
+
+def exponent_and_fraction(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``MAGIC + e`` and f, float32 each, of positive normal float32 numbers ``2**e * (1 + f)`` with f in [0, 1)."""
+    bits = x.view(torch.int32)
+    exponent = (bits >> 23) + (MAGIC_BITS - BIAS)
+    mantissa = (bits - (exponent << 23)).view(torch.float32)
+    return exponent.view(torch.float32), mantissa - 1.0
+
+
+# _LOG_OF_FLOAT32: log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log in float32 1.8e-7
+_LOG_OF_FLOAT32 = (
+    1.4426898956298828,
+    -0.7211657762527466,
+    0.4786836802959442,
+    -0.34730103611946106,
+    0.2418646514415741,
+    -0.1375211924314499,
+    0.05205890163779259,
+    -0.009309137240052223,
+)
+
+
+def log2_float32(x: Tensor) -> Tensor:
+    """``log2(x)`` of positive normal float32 numbers: float32, absolute error below 2e-7 besides its rounding."""
+    exponent, fraction = exponent_and_fraction(x)
+    return (exponent - MAGIC) + fraction * polynomial(fraction, _LOG_OF_FLOAT32)
 
 
 LN2 = 0.6931471805599453  # ``ln(2)`` as a float64

@@ -16,7 +16,7 @@ from compiled_sampler.core.rows import RowParams
 KEEP_ALL = -(2**63)  # a threshold that every packed key reaches, so that every token is kept: the smallest int64
 
 _NO_CUT = 2**63 - 1
-_DROPPED = 2**63 - 1  # in place of a packed key, which is smaller
+DROPPED = 2**63 - 1  # in place of a packed key, which is smaller
 
 
 def ordered_logits(ordered: Tensor, scale: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ def keep_prefix(ordered: Tensor, mass: Tensor, top_k: Tensor, top_p: Tensor, bas
 
 def last_kept(ordered: Tensor, keep: Tensor) -> Tensor:
     """The packed key of the last token kept, int64 ``[R]``; each row of ``keep`` has at least one true."""
-    return torch.where(keep, ordered, _DROPPED).amin(-1)
+    return torch.where(keep, ordered, DROPPED).amin(-1)
 
 
 def keep_candidates(ordered: Tensor, rows: RowParams, row_mass: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.arithmetic import MAGIC, MAGIC_BITS, polynomial
+from compiled_sampler.core.arithmetic import BIAS, MAGIC, MAGIC_BITS, exponent_and_fraction, polynomial
 from compiled_sampler.modes import MOST_DRAWS
 
 STREAM_VERSION = 1
@@ -44,7 +44,6 @@ HALF_LOG = (
 )
 LOG = (1.4387257099151611, -0.6777840256690979, 0.32118895649909973, -0.08213070780038834)
 
-BIAS = 127
 SIGN_BIT = 256  # value of the sign when sign and exponent of a float are read as one number
 BITS_OF_MINUS_2_31 = 0xCF000000 - 2**32
 BOUND, STEP = 158.4716796875, 2.0**-23
@@ -128,14 +127,6 @@ def exponential(bits: Tensor) -> Tensor:
     s = torch.minimum(scaled, (scaled.view(torch.float32) - 2.0).view(torch.int32)).view(torch.float32)
     whole = (MAGIC + SIGN_BIT + 31.0) - exponent.view(torch.float32)
     return whole + s * polynomial(s, HALF_LOG)
-
-
-def exponent_and_fraction(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``MAGIC + e`` and f, float32 each, of positive normal float32 numbers ``2**e * (1 + f)`` with f in [0, 1)."""
-    bits = x.view(torch.int32)
-    exponent = (bits >> 23) + (MAGIC_BITS - BIAS)
-    mantissa = (bits - (exponent << 23)).view(torch.float32)
-    return exponent.view(torch.float32), mantissa - 1.0
 
 
 def negative_log2(x: Tensor) -> Tensor:

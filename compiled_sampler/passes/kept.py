@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
+from compiled_sampler.core.filters import DROPPED, keep_candidates, largest_of, last_kept, ordered_logits
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_moment, exp2_units, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import (
@@ -136,9 +136,6 @@ def _scaled_probability(probabilities: Tensor) -> Tensor:
     return torch.where(p < 1.0, p, 1.0) * 2.0**MASS_BITS
 
 
-_DROPPED = 2**63 - 1  # in place of a packed key, which is smaller
-
-
 class Kept(NamedTuple):
     """The visible tokens that pass a cut, and sums over them: of each row ``[R]``, or of its blocks ``[R, B]``."""
 
@@ -189,7 +186,7 @@ def kept_in_blocks(
         exp2_mass(t).sum(-1),
         exp2_moment(t).sum(-1) if moment else None,
         keep.to(torch.int32).sum(-1, dtype=torch.int32) if num_kept else None,
-        torch.where(keep, pack(order_key(x), ids), _DROPPED).amin(-1) if last else None,
+        torch.where(keep, pack(order_key(x), ids), DROPPED).amin(-1) if last else None,
     )
 
 
@@ -228,5 +225,5 @@ def kept_candidates(ordered: Tensor, row_slots: RowSlots, row_mass: Tensor | Non
         torch.where(keep, exp2_mass(t), 0).sum(-1),
         torch.where(keep, exp2_moment(t), 0).sum(-1),
         keep.to(torch.int64).sum(-1),
-        torch.where(keep, ordered, _DROPPED).amin(-1),
+        torch.where(keep, ordered, DROPPED).amin(-1),
     )

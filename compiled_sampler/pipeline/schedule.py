@@ -99,12 +99,6 @@ def _edited_rows(vocab_size: int) -> int:
     return max(EDITED_BYTES // (4 * vocab_size), 1)
 
 
-def step_bytes(mode: Mode, rows: int, *, triton: bool, fused: bool) -> int:
-    """Bytes of scratch of a step of so many rows, at most: of one chunk; arguments as ``row_bytes``."""
-    most = chunk_rows(mode, triton=triton, fused=fused)
-    return min(rows, most) * row_bytes(mode, triton=triton, fused=fused)
-
-
 SMALL_ROWS, LARGE_ROWS = 32, 128
 """Row counts that Triton kernels are shaped and tuned for, besides a single row: for 2 to 32 rows, and for more."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, RowStatus, VerifyInputs, VerifyOutputs
 from compiled_sampler.core import reference
-from compiled_sampler.core.arithmetic import reciprocal
+from compiled_sampler.core.arithmetic import log2_float32, reciprocal
 from compiled_sampler.core.mass import MASS_BITS
 from compiled_sampler.core.noise import RESIDUAL, TARGET
 from compiled_sampler.core.order import MASKED_BITS, indices, pack, packed_id, row_logits, score_order
@@ -27,7 +27,6 @@ from compiled_sampler.edits.watermark import noise_positions
 from compiled_sampler.modes import PROCESSED, Mode
 from compiled_sampler.passes.kept import probability_mass
 from compiled_sampler.speculation.acceptance import UNIT, accept_number, draft_ratio
-from compiled_sampler.speculation.residual import log2
 
 
 def requests_of(mode: Mode, inputs: VerifyInputs) -> Iterator[Request | int]:
@@ -60,7 +59,7 @@ def _request(mode: Mode, inputs: VerifyInputs, n: int, x: Tensor, proposals: Ten
     if mode.from_probabilities:  # no parameter but the seed has a part
         target, rest = (rows._replace(noise_mask=torch.full_like(rows.noise_mask, -1)) for rows in (target, rest))
         weights = probability_mass(x)
-        kept, logarithms = weights > 0, log2(weights.to(torch.float32) * 2.0**-MASS_BITS)
+        kept, logarithms = weights > 0, log2_float32(weights.to(torch.float32) * 2.0**-MASS_BITS)
         flags = torch.where(x.isnan().any(-1), int(RowStatus.NAN_SEEN), 0)
     else:
         weights = reference.weights(x, target, base_is_row=mode.base_is_row)
@@ -375,7 +374,7 @@ def draw(request: Request, row: int, stream: int, left: Tensor | None = None) ->
     """The winner of a row's race: of the tokens with a residual ``left``, if any has one, else of those kept; or -1."""
     keep, logarithms = request.kept[row], request.logarithms[row]
     if left is not None and (left > 0.0).any():
-        keep, logarithms = left > 0.0, log2(left)
+        keep, logarithms = left > 0.0, log2_float32(left)
     bits = torch.where(keep, raced_bits(logarithms, request.noise[stream][row]), MASKED_BITS)
     winner = pack(score_order(bits), indices(len(keep), keep.device)).amax()
     return int(packed_id(winner)) if keep.any() else -1

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import AnyTable, RowStatus, SampleOutputs, VerifyOutputs
-from compiled_sampler.core.arithmetic import MAGIC, polynomial
+from compiled_sampler.core.arithmetic import log2_float32
 from compiled_sampler.core.mass import MASS_BITS
-from compiled_sampler.core.noise import TARGET, exponent_and_fraction
+from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import (
     MASKED_BITS,
     MASKED_KEY,
@@ -55,24 +55,6 @@ from compiled_sampler.speculation.row_layout import CachedRows, Layout
 Values = Tensor | CachedRows | None
 """Of the proposals: logits or probabilities ``[D, >=V]``, or where a draft table has them; None for one-hot drafts."""
 
-# _LOG: log2(1 + f) / f on [0, 1], exact at 1; absolute error of the log in float32 1.8e-7
-_LOG = (
-    1.4426898956298828,
-    -0.7211657762527466,
-    0.4786836802959442,
-    -0.34730103611946106,
-    0.2418646514415741,
-    -0.1375211924314499,
-    0.05205890163779259,
-    -0.009309137240052223,
-)
-
-
-def log2(x: Tensor) -> Tensor:
-    """``log2(x)`` of positive normal float32 numbers: float32, absolute error below 2e-7 besides its rounding."""
-    exponent, fraction = exponent_and_fraction(x)
-    return (exponent - MAGIC) + fraction * polynomial(fraction, _LOG)
-
 
 def residual_weight(
     w: Tensor, law: Law, carry: Tensor | None, m: Tensor | None, proposed: Law, dtype: torch.dtype = torch.float32
@@ -98,11 +80,11 @@ def final_race(
     is_draft = ids == expand_to(final.drafts, x).to(torch.int32)
     is_left = expand_to(subtracts(final), x) & ~is_draft & (left > 0.0)  # a rejected draft has no residual
     if cut is None:
-        t, keep, noise = log2(torch.where(is_left, left, w * 2.0**-MASS_BITS)), w > 0.0, noise_of(rows, ids, x)
+        t, keep, noise = log2_float32(torch.where(is_left, left, w * 2.0**-MASS_BITS)), w > 0.0, noise_of(rows, ids, x)
     else:
         last = None if cut.threshold is None else unpacked(cut.threshold)
         keep = admitted(x, ids, rows, None if cut.min_p_log2 is None else cut.row_max, last)
-        t, noise = torch.where(is_left, log2(left), x * expand_to(rows.scale, x)), drawn_noise(rows, ids, x)
+        t, noise = torch.where(is_left, log2_float32(left), x * expand_to(rows.scale, x)), drawn_noise(rows, ids, x)
     bits = raced_bits(t, noise)
     if by_key and cut is not None:
         bits = in_any_mode(bits, x, rows)

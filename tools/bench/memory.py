@@ -36,7 +36,7 @@ from compiled_sampler.modes import Mode, mode_table, verifying
 from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.schedule import is_gpu, step_bytes
+from compiled_sampler.pipeline.schedule import chunk_rows, is_gpu, row_bytes
 from compiled_sampler.pipeline.verify import verify_step
 from tools.bench.cases import NUM_DRAFTS
 from tools.kernels.steps import REQUESTS
@@ -171,6 +171,12 @@ def steps(mode: Mode, logits: Tensor, run: Run, *, verifies: bool) -> Iterator[t
         drafted = VerifyInputs(logits[: count * (NUM_DRAFTS + 1)], *requests, proposals, state.table)
         given = verifying(mode, rule, drafts)
         yield f"{rule}, {drafts}", given, partial(verify_step, given, drafted, run)
+
+
+def step_bytes(mode: Mode, rows: int, *, triton: bool, fused: bool) -> int:
+    """Bytes of scratch of a step of so many rows, at most: of one chunk; arguments as ``row_bytes``."""
+    most = chunk_rows(mode, triton=triton, fused=fused)
+    return min(rows, most) * row_bytes(mode, triton=triton, fused=fused)
 
 
 def scratch_bytes(work: Callable[[], Any], device: torch.device) -> int:

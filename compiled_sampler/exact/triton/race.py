@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.core.arithmetic import MAGIC, MAGIC_BITS
-from compiled_sampler.core.noise import BIAS, BITS_OF_MINUS_2_31, BOUND, HALF_LOG, LOG, MIX_1, MIX_2, SIGN_BIT, STEP
+from compiled_sampler.core.arithmetic import BIAS, MAGIC, MAGIC_BITS
+from compiled_sampler.core.noise import BITS_OF_MINUS_2_31, BOUND, HALF_LOG, LOG, MIX_1, MIX_2, SIGN_BIT, STEP
 from compiled_sampler.exact.triton.keys import (
     ID_MASK,
     LOWEST_KEY,

@@ -14,14 +14,13 @@ from compiled_sampler.pipeline.schedule import (
     chunk_rows,
     row_bytes,
     schedule_for,
-    step_bytes,
     warmup_batches,
 )
 from tests.builders.inputs import modes_by_name
 from tests.chunked import eager_scratch_of
 from tests.for_a_gpu import gpu_schedule
 from tests.tiers import tiers
-from tools.bench.memory import scratch_bytes, steps
+from tools.bench.memory import scratch_bytes, step_bytes, steps
 
 V = 1000
 
