@@ -9,11 +9,12 @@ and these functions refuse their names with the way out. Modules, from the entry
 
     sampling       sample and probs
     verification   verify and verify_from_probs
-    arguments      what a caller passes: keywords, rows, a mode, parameters as tensors, a backend
+    arguments      what a caller passes: keywords, rows, a mode, parameters as tensors
     row_table      stages that make a slot table of these tensors, and mark the rows that draw nothing
+    backend        what runs the stages of all calls, and its warmup
 """
 
-from compiled_sampler.functional.arguments import warmup
+from compiled_sampler.functional.backend import warmup
 from compiled_sampler.functional.sampling import probs, sample
 from compiled_sampler.functional.verification import verify, verify_from_probs
 

@@ -1,4 +1,4 @@
-"""What the functions make of a caller's arguments: keywords, the rows, a mode, parameters as tensors, a backend."""
+"""What the functions make of a caller's arguments: keywords, the rows, a mode, parameters as tensors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ from torch import Tensor
 
 from compiled_sampler.core.arithmetic import in_float64
 from compiled_sampler.core.stage import Run
-from compiled_sampler.engine.boundary.arguments import LOGITS_DTYPES, check_progress, checked_draw_index
+from compiled_sampler.engine.boundary.arguments import LOGITS_DTYPES, checked_draw_index
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_logits, check_tensor
 from compiled_sampler.engine.sampler import Sampler
 from compiled_sampler.functional.row_table import RowInputs, RowTable, row_table
-from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
 from compiled_sampler.modes import CAPACITIES, MAX_VOCAB_SIZE, TOP_P_BASES, Mode, mode_table, top_k_limits, uncovered
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.scalars import as_int64, check_choice, checked_int
 from compiled_sampler.shard import VocabularyShard, check_shard
 
@@ -225,32 +223,3 @@ def _way_out(name: str, names: frozenset[str]) -> str:
     if name in _OF_SAMPLERS:
         return f"a Sampler has it: Sampler({name}=...)"
     return f"these are: {', '.join(sorted(names))}"
-
-
-BACKENDS = ("auto", "compiled", "eager")
-
-
-def run_of(backend: str) -> Run:
-    """What runs the stages of a call."""
-    check_choice("backend", backend, BACKENDS, "to replay a graph, capture the call in your own")
-    return eagerly if backend == "eager" else _shared_stages()
-
-
-def warmup(progress: Progress | None = None) -> None:
-    """Compile the stages of all calls that were made before, and wait for them.
-
-    Until then, and until background processes have compiled them, calls run in eager torch with the same bits. A call
-    can be captured in a CUDA graph after it was made, after ``warmup()``, and made once more.
-
-    Args:
-        progress: called as ``progress(done, total, label)`` for each stage that is ready.
-    """
-    check_progress(progress)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with _shared_stages().precompiling(device, progress):
-        pass  # no further steps
-
-
-@functools.cache
-def _shared_stages() -> CompiledStages:
-    return CompiledStages()

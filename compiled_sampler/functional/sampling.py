@@ -16,9 +16,9 @@ from compiled_sampler.functional.arguments import (
     draw_index_rows,
     known_keywords,
     parameter_rows,
-    run_of,
     shard_rows,
 )
+from compiled_sampler.functional.backend import run_of
 from compiled_sampler.functional.row_table import marked
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step

@@ -19,8 +19,8 @@ from compiled_sampler.functional.arguments import (
     chosen_mode,
     known_keywords,
     parameter_rows,
-    run_of,
 )
+from compiled_sampler.functional.backend import run_of
 from compiled_sampler.functional.row_table import marked_requests, requests_with_rows
 from compiled_sampler.modes import MOST_DRAFTS, Mode, check_rule, check_tree_rule, probabilities_mode, verifying
 from compiled_sampler.pipeline.verify import verify_step
