@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
@@ -22,7 +21,6 @@ from compiled_sampler.passes.candidates import all_blocks, select, sort
 from compiled_sampler.passes.kept import (
     Cut,
     Kept,
-    cut_at_threshold,
     greedy_kept,
     kept_candidates,
     kept_in_blocks,
@@ -34,13 +32,7 @@ from compiled_sampler.passes.logprobs import Asked, logprobs_from_kept, tokens_b
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
-from compiled_sampler.pipeline.search import (
-    block_maxima,
-    candidates_and_thresholds,
-    find_candidates,
-    ordered_candidates,
-    threshold_of,
-)
+from compiled_sampler.pipeline.search import block_maxima, find_candidates, ordered_candidates, searched_cut
 
 
 class FoundLaw(NamedTuple):
@@ -154,12 +146,8 @@ def _filtered(
     sums = {"moment": wanted.entropy and wanted.of == "filtered", "num_kept": wanted.num_kept, "last": wanted.boundary}
     if mode.searches:
         assert isinstance(logits, Tensor)
-        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, run)
-        threshold: Tensor | Last = threshold_of(schedule, logits, search_inputs, run)
-        if not schedule.by_triton:
-            threshold = run(last_of, threshold, by_key=True)
-        above = cut_at_threshold(threshold, search_inputs.row_max, search_inputs.rows)
-        return _summed(schedule, logits, above, run, **sums), search_inputs.ordered
+        searched, search_inputs = searched_cut(schedule, logits, row_slots, run)
+        return _summed(schedule, logits, searched, run, **sums), search_inputs.ordered
     if mode.capacity:
         candidates = find_candidates(schedule, logits, row_slots, run)
         kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_key=not schedule.by_triton)
