@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.edit_spec import PROMPT_LEN, Column, EditSpec
 
 UNWRITTEN = -1  # the token of a position that holds none
@@ -59,6 +60,7 @@ def texts_of(history: AnyHistory, slots: Tensor) -> Tensor:
     return slots.clamp(min=0)
 
 
+@holds(position_bytes=20)
 def row_history(history: History, slots: Tensor, paths: RowPaths) -> RowHistory:
     """The text of each row of trees: what ``recorded`` would write of its path, in a copy of its request's entries."""
     entries, prompt_len = history.entries[slots.clamp(min=0)], history.prompt_lens[slots.clamp(min=0)][:, None]

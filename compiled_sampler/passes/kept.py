@@ -31,6 +31,7 @@ from compiled_sampler.core.order import (
     reaches,
 )
 from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows
+from compiled_sampler.core.stage import holds
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
 from compiled_sampler.passes.maxima import BlockMaxima, kept_in_kernel
 
@@ -175,6 +176,7 @@ def kept_of_token(logits: AnyLogits, token_ids: Tensor, row_slots: RowSlots, *, 
     return greedy_kept(BlockMaxima(key, key, ids.clamp(min=0).to(torch.int32)), row_slots)
 
 
+@holds(tokens=True)
 def kept_in_blocks(
     logits: AnyLogits, cut: Cut, *, vocab_size: int, block: int, moment: bool, num_kept: bool, last: bool
 ) -> Kept:

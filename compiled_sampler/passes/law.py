@@ -35,6 +35,7 @@ from compiled_sampler.core.order import (
 )
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows, idle_status, with_scale
 from compiled_sampler.core.score import score_key
+from compiled_sampler.core.stage import holds
 from compiled_sampler.passes.blocks import AnyLogits, all_rows, logit_blocks, own_tokens, rows_in_windows
 from compiled_sampler.passes.kept import Cut, Kept, passes, probability_mass, unfiltered_cut, weight
 from compiled_sampler.passes.maxima import (
@@ -102,6 +103,7 @@ def candidate_law(
     return _law(cut, weights.sum(-1), row_nan_bits(nan_bits, ordered.shape[1]))
 
 
+@holds(tokens=True)
 def unfiltered_weights(
     logits: Tensor | DraftTable,
     row_ids: Tensor | None,
@@ -126,12 +128,14 @@ def unfiltered_weights(
     return (weights if row_ids is None else torch.where(own_tokens(ids, block), weights, 0)).sum(-1)
 
 
+@holds(tokens=True)
 def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> Tensor:
     """The weight of each block of a row, int64 ``[R, B]``."""
     x, ids = logit_blocks(logits, vocab_size, block)
     return weight(x, ids, cut).sum(-1)
 
 
+@holds(tokens=True)
 def probability_blocks(
     probabilities: Tensor, *, vocab_size: int, block: int, looks: bool, by_bits: bool = False
 ) -> LawBlocks:
@@ -152,6 +156,7 @@ def sum_law(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
     return _law(law.cut, parts.sum(-1), seen)
 
 
+@holds(tokens=True)
 def probabilities(logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: int) -> ProbabilityOutputs:
     """Probabilities, float32 ``[R, V]``: exact zeros where a filter drops a token; each row sums to 1 within 1e-6."""
     x = row_logits(logits, vocab_size)
@@ -160,6 +165,7 @@ def probabilities(logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: 
     return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
 
 
+@holds(tokens=True)
 def race_order(
     logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: int, count: int, stream: int = TARGET
 ) -> SampleOutputs:
@@ -221,6 +227,7 @@ def law_scale(row_slots: RowSlots, processed_scale: Tensor | None) -> Tensor:
     return rows.scale if processed_scale is not None else torch.where(rows.noise_mask == 0, LOG2_E, rows.scale)
 
 
+@holds(tokens=True)
 def law_in_blocks(
     logits: AnyLogits, scale: Tensor | None, *, vocab_size: int, moment: bool, by_bits: bool
 ) -> BlockLaws:

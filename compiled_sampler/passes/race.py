@@ -27,6 +27,7 @@ from compiled_sampler.core.order import (
 )
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, idle_status
 from compiled_sampler.core.score import admitted_bits, admitted_key, score_key
+from compiled_sampler.core.stage import holds
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_slices, widened
 from compiled_sampler.passes.candidates import sort
 from compiled_sampler.passes.kept import Kept, kept_candidates
@@ -66,6 +67,7 @@ def last_before_winner(logits: AnyLogits, token_ids: Tensor, *, vocab_size: int)
     return Last(order_key(x), (token_ids - 1).to(torch.int32))
 
 
+@holds(tokens=True)
 def race_maxima(
     logits: AnyLogits,
     rows: RowParams,
@@ -87,6 +89,7 @@ def race_maxima(
     return BlockMaxima(score_order(best), nan_bits_of(*(x for x, _ in parts), by_bits=by_bits), token_ids)
 
 
+@holds(blocks=1)
 def draw_from_blocks(
     logits: AnyLogits,
     blocks: BlockMaxima,
@@ -123,6 +126,7 @@ def best_from_blocks(
     return pack(key, ids).amax(-1), widened(blocks.nan_bits, block).amax(-1)
 
 
+@holds(blocks=1)
 def first_from_blocks(
     logits: AnyLogits, blocks: BlockMaxima, row_slots: RowSlots, *, vocab_size: int, block: int
 ) -> SampleOutputs:
