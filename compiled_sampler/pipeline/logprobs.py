@@ -16,6 +16,7 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
+from compiled_sampler.passes.block_laws import law_in_blocks, law_scale, sum_block_laws
 from compiled_sampler.passes.blocks import AnyLogits, values_of
 from compiled_sampler.passes.candidates import all_blocks, select, sort
 from compiled_sampler.passes.kept import (
@@ -27,7 +28,6 @@ from compiled_sampler.passes.kept import (
     sum_kept,
     unfiltered_cut,
 )
-from compiled_sampler.passes.law import law_in_blocks, law_scale, sum_block_laws
 from compiled_sampler.passes.logprobs import Asked, logprobs_from_kept, tokens_before, top_logprobs
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.pipeline.chunks import in_chunks

@@ -42,6 +42,7 @@ from compiled_sampler.exact.threshold import (
     threshold_without_candidates,
 )
 from compiled_sampler.exact.triton import launch_class
+from compiled_sampler.passes.block_laws import law_in_blocks, law_scale, sum_block_laws
 from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.candidates import (
     STORED_BLOCK,
@@ -61,10 +62,7 @@ from compiled_sampler.passes.candidates import (
 from compiled_sampler.passes.kept import cut_of_drawn, kept_in_blocks, sum_kept
 from compiled_sampler.passes.law import (
     candidate_law,
-    law_in_blocks,
-    law_scale,
     probability_blocks,
-    sum_block_laws,
     sum_law,
     unfiltered_weights,
     weight_blocks,
