@@ -23,7 +23,7 @@ from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.order import indices, is_visible, key_float, order_key, row_logits, without_denormals
 from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.row_filters import MinK
-from compiled_sampler.passes.deviation import distance_below
+from compiled_sampler.passes.top_n_sigma import distance_below
 
 _NEARLY = 1.0 - 2.0**-48
 

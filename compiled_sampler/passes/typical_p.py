@@ -25,7 +25,7 @@ from compiled_sampler.core.mass import MASS_BITS, exp2_units
 from compiled_sampler.core.order import indices, is_visible, row_logits
 from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.row_filters import TypicalP
-from compiled_sampler.passes.mass_filters import MassSums, MassUnits, scaled
+from compiled_sampler.passes.p_less_and_xtc import MassSums, MassUnits, scaled
 
 NUM_DIGITS = 3
 """Passes, the first of which finds the highest bits of a distance."""
