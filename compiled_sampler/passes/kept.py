@@ -216,15 +216,15 @@ def sum_kept(parts: Kept) -> Kept:
     return Kept(parts.cut, total, *(greedy_or_summed(*pair) for pair in zip(one[2:], summed[2:], strict=True)))
 
 
-def kept_candidates(ordered: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False) -> Kept:
+def kept_candidates(ordered: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_bits: bool) -> Kept:
     """The kept tokens of each row ``[R]`` whose filters end within the candidates, ``top_k <= C``."""
-    # row_mass is the base of top-p; None takes the mass after top-k.
+    # row_mass is the base of top-p; None takes the mass after top-k. by_bits as in law.candidate_law.
     rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     t = ordered_logits(ordered, rows.scale)
     prefix = keep_candidates(ordered, rows, row_mass)
     keep = prefix & (packed_key(ordered) > MASKED_KEY)
     last = last_kept(ordered, prefix)
-    cut = Cut(largest_of(ordered), rows.scale, None, last_of(last, by_key=True) if by_key else last, None)
+    cut = Cut(largest_of(ordered), rows.scale, None, last if by_bits else last_of(last, by_key=True), None)
     return Kept(
         cut,
         torch.where(keep, exp2_mass(t), 0).sum(-1),

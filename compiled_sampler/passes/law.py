@@ -62,15 +62,15 @@ AnyLaw = Law | LawBlocks | UnfilteredLaw
 
 
 def candidate_law(
-    ordered: Tensor, nan_bits: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False
+    ordered: Tensor, nan_bits: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_bits: bool
 ) -> Law:
     """The law of rows whose filters end within the candidates; arguments as ``race.draw_from_candidates``."""
-    # With by_key the last token that is kept is given by its key.
+    # Unless by_bits, the last token that is kept is given by its key.
     rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     keep = keep_candidates(ordered, rows, row_mass)
     weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
     last = last_kept(ordered, keep)
-    threshold = last_of(last, by_key=True) if by_key else last
+    threshold = last if by_bits else last_of(last, by_key=True)
     cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, threshold, None)
     return _law(cut, weights.sum(-1), row_nan_bits(nan_bits, ordered.shape[1]))
 

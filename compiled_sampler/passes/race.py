@@ -170,12 +170,12 @@ def draw_and_keep(
     *,
     stream: int,
     is_ordered: bool,
-    by_key: bool,
+    by_bits: bool,
 ) -> tuple[SampleOutputs, Kept, Tensor]:
     """``draw_from_candidates``, the tokens that the filters keep ``[R]``, and the candidates in order, ``[R, C]``."""
     ordered = chosen if is_ordered else sort(chosen, count=chosen.shape[1])
     drawn = draw_from_candidates(ordered, nan_bits, row_slots, row_mass, stream=stream)
-    return drawn, kept_candidates(ordered, row_slots, row_mass, by_key=by_key), ordered
+    return drawn, kept_candidates(ordered, row_slots, row_mass, by_bits=by_bits), ordered
 
 
 @holds(tokens=True)

@@ -59,7 +59,7 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
     if mode.capacity:
         candidates = find_candidates(schedule, logits, row_slots, run)
         draw_inputs = (candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass)
-        return run(candidate_law, *draw_inputs, by_key=not schedule.by_triton), candidates.tokens
+        return run(candidate_law, *draw_inputs, by_bits=schedule.by_triton), candidates.tokens
     blocks = block_maxima(schedule, logits, run, names=True)
     return unfiltered_law(schedule, logits, blocks, row_slots, None, run), None
 

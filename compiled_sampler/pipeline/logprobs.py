@@ -150,7 +150,7 @@ def _filtered(
         return _summed(schedule, logits, searched, run, **sums), search_inputs.ordered
     if mode.capacity:
         candidates = find_candidates(schedule, logits, row_slots, run)
-        kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_key=not schedule.by_triton)
+        kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_bits=schedule.by_triton)
         return kept, candidates.tokens
     if not sums_kept(mode, wanted):
         return run(greedy_kept, block_maxima(schedule, logits, run, names=True), row_slots), None
@@ -181,7 +181,7 @@ def first_tokens(schedule: Schedule, logits: AnyLogits, ordered: Tensor | None, 
 
     def sorted_rows(logits: AnyLogits) -> Tensor:
         packed = run(all_blocks, logits, vocab_size=vocab_size, size=1)
-        return run(select if narrow.picks_by == "select" else sort, packed, count=min(count, vocab_size))
+        return run(sort if narrow.by_triton else select, packed, count=min(count, vocab_size))
 
     few = replace(schedule, chunk_rows=schedule.eager_chunk_rows)  # a packed key for each token, several times
     return in_chunks(few, run, sorted_rows, logits)

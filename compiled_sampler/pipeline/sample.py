@@ -187,7 +187,7 @@ def race_blocks(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
 ) -> BlockMaxima:
     """The best score of each block of a row; arguments as ``_raced_and_drawn``."""
-    static = {**schedule.race.reduction, "names": schedule.names_tokens}
+    static = {**schedule.race.reduction, "names": schedule.by_triton}
     return run(race_maxima, logits, rows, row_max, last, **static)
 
 
@@ -258,7 +258,7 @@ def _draw_and_find(
     reads_first = wanted.top > 0 and (wanted.of != "raw" or logits is raw)
     if mode.capacity and not mode.searches and (wanted.reads_filters or reads_first):
         candidates = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
-        static = {"is_ordered": schedule.orders_candidates, "by_key": not schedule.by_triton}
+        static = {"is_ordered": schedule.orders_candidates, "by_bits": schedule.by_triton}
         among = candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass
         drawn, kept, ordered = run(draw_and_keep, *among, stream=row_slots.stream, **static)
         return drawn, FoundLaw(kept, ordered)

@@ -137,8 +137,8 @@ class SearchInputs(NamedTuple):
 
 
 def block_maxima(schedule: Schedule, logits: AnyLogits, run: Run, *, names: bool = False) -> BlockMaxima:
-    """The largest order key of each block, ``[R, B]``; with ``names``, or if the schedule says so, its token id too."""
-    return run(order_maxima, logits, **schedule.order.reduction, names=names or schedule.names_tokens)
+    """The largest order key of each block, ``[R, B]``; with ``names``, or by Triton, its token id too."""
+    return run(order_maxima, logits, **schedule.order.reduction, names=names or schedule.by_triton)
 
 
 def find_candidates(
