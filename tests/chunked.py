@@ -1,7 +1,8 @@
 """Steps in chunks of a few rows, as a batch of many rows takes them."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 from unittest import mock
 
 from torch import Tensor
@@ -12,25 +13,24 @@ from compiled_sampler.speculation.row_layout import Starts, rows_of_requests
 
 
 @contextmanager
-def chunks_of(rows: int) -> Iterator[None]:
+def _schedules_with(**changed: Any) -> Iterator[None]:
+    """Within, schedules are made anew, with other numbers."""
+    schedule._resolved.cache_clear()
+    try:
+        with mock.patch.multiple(schedule, **changed):
+            yield
+    finally:
+        schedule._resolved.cache_clear()
+
+
+def chunks_of(rows: int) -> AbstractContextManager[None]:
     """Within, every schedule has chunks of at most so many rows."""
-    schedule._resolved.cache_clear()
-    try:
-        with mock.patch.object(schedule, "chunk_rows", return_value=rows):
-            yield
-    finally:
-        schedule._resolved.cache_clear()
+    return _schedules_with(chunk_rows=mock.Mock(return_value=rows))
 
 
-@contextmanager
-def eager_scratch_of(nbytes: int) -> Iterator[None]:
+def eager_scratch_of(nbytes: int) -> AbstractContextManager[None]:
     """Within, a chunk in eager torch has so many bytes of scratch."""
-    schedule._resolved.cache_clear()
-    try:
-        with mock.patch.object(schedule, "EAGER_CHUNK_BYTES", nbytes):
-            yield
-    finally:
-        schedule._resolved.cache_clear()
+    return _schedules_with(EAGER_CHUNK_BYTES=nbytes)
 
 
 @contextmanager
@@ -42,12 +42,8 @@ def request_chunks_of(rows: int, vocab_size: int) -> Iterator[list[int]]:
         sizes.append(len(drafts))
         return rows_of_requests(starts, drafts, *given)
 
-    schedule._resolved.cache_clear()
-    try:
-        with (
-            mock.patch.object(schedule, "EDITED_BYTES", 4 * vocab_size * rows),
-            mock.patch.object(verify_chunks, "rows_of_requests", noted),
-        ):
-            yield sizes
-    finally:
-        schedule._resolved.cache_clear()
+    with (
+        _schedules_with(EDITED_BYTES=4 * vocab_size * rows),
+        mock.patch.object(verify_chunks, "rows_of_requests", noted),
+    ):
+        yield sizes

@@ -105,6 +105,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 STATES_OF_TORCH = {
+    "as usual": contextlib.nullcontext,
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
     "bfloat16": lambda: default_dtype(torch.bfloat16),
@@ -113,11 +114,13 @@ STATES_OF_TORCH = {
 
 
 @pytest.mark.parametrize("state", STATES_OF_TORCH)
-def test_the_state_of_torch_changes_nothing(samplers, state):
+def test_neither_the_state_of_torch_nor_a_gradient_of_logits_changes_anything(samplers, state):
     batch = mixed("full", 300)
     wanted = direct(samplers["eager"])(batch, "full")
+    with_grad = batch._replace(logits=batch.logits.clone().requires_grad_())
     with STATES_OF_TORCH[state]():
         assert same(direct(samplers["eager"])(batch, "full"), wanted)
+        assert same(direct(samplers["eager"])(with_grad, "full"), wanted)
 
 
 @pytest.mark.parametrize("mode", tiers(["min_p"], ["min_p", "top_k_top_p[64]", "full"]))
@@ -135,13 +138,6 @@ def test_kernels_of_several_threads_draw_the_same(samplers, mode):
             assert same(pool.submit(drawn).result(), direct(samplers["eager"])(batch, mode))
         finally:
             torch.set_num_threads(threads)
-
-
-def test_logits_that_require_grad_draw_the_same(samplers):
-    batch = mixed("full", 300)
-    wanted = direct(samplers["eager"])(batch, "full")
-    with_grad = batch._replace(logits=batch.logits.clone().requires_grad_())
-    assert same(direct(samplers["eager"])(with_grad, "full"), wanted)
 
 
 @pytest.mark.full

@@ -105,16 +105,18 @@ def examples(page: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", [page for page in pages(ROOT)[1:] if examples(page)], ids=lambda page: page.name)
-def test_the_examples_of_a_page_run_one_after_the_other(page: Path) -> None:
+def run_examples(page: Path) -> None:
     names: dict[str, object] = {}
     for block in examples(page):
         exec(compile(block, page.name, "exec"), names)
 
 
+@pytest.mark.parametrize("page", [page for page in pages(ROOT)[1:] if examples(page)], ids=lambda page: page.name)
+def test_the_examples_of_a_page_run_one_after_the_other(page: Path) -> None:
+    run_examples(page)
+
+
 def test_the_example_of_the_readme_draws_in_the_narrow_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    names: dict[str, object] = {}
-    for block in examples(ROOT / "README.md"):
-        assert 'backend="eager"' in block
-        exec(compile(block, "README.md", "exec"), names)
+    assert all('backend="eager"' in block for block in examples(ROOT / "README.md"))
+    run_examples(ROOT / "README.md")
     assert capsys.readouterr().out.splitlines()[-1].startswith("top_k_top_p[64] ")

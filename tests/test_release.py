@@ -1,7 +1,6 @@
 """The release: wheel and sdist are built from the sources, hold what users need and nothing else, and draw a token."""
 
 import configparser
-import io
 import re
 import shutil
 import subprocess
@@ -61,6 +60,13 @@ def wheel(folder: Path) -> zipfile.ZipFile:
     return zipfile.ZipFile(path)
 
 
+def metadata(folder: Path, name: str) -> str:
+    """A file of the wheel's .dist-info."""
+    with wheel(folder) as archive:
+        (path,) = [path for path in archive.namelist() if path.endswith(f".dist-info/{name}")]
+        return archive.read(path).decode()
+
+
 def packaged() -> set[str]:
     """What of the packages belongs into a release."""
     files = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if "__pycache__" not in path.parts}
@@ -85,16 +91,13 @@ def test_the_sdist_holds_the_packages_and_no_tests_or_tools(built: Path) -> None
 def test_the_wheel_is_of_the_version_that_the_package_says(built: Path) -> None:
     (path,) = built.glob("*.whl")
     assert path.name.split("-")[:2] == ["compiled_sampler", compiled_sampler.__version__]
-    with wheel(built) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        assert f"\nVersion: {compiled_sampler.__version__}\n" in archive.read(name).decode()
+    assert f"\nVersion: {compiled_sampler.__version__}\n" in metadata(built, "METADATA")
 
 
 def test_every_command_of_the_wheel_is_a_function_in_it(built: Path) -> None:
+    entries = configparser.ConfigParser()
+    entries.read_string(metadata(built, "entry_points.txt"))
     with wheel(built) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/entry_points.txt")]
-        entries = configparser.ConfigParser()
-        entries.read_file(io.StringIO(archive.read(name).decode()))
         assert list(entries["console_scripts"]) == ["compiled-sampler-conformance", "compiled-sampler-selfcheck"]
         for target in entries["console_scripts"].values():
             module, _, function = target.partition(":")

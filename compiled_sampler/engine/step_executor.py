@@ -19,30 +19,26 @@ from compiled_sampler.batch import (
     VerifyInputs,
     VerifyOutputs,
 )
-from compiled_sampler.core.reference import probabilities, sample
 from compiled_sampler.core.row_table import unfiltered_table
-from compiled_sampler.core.rows import idle_status, row_slots_of
+from compiled_sampler.core.rows import idle_status
 from compiled_sampler.core.stage import Run, fuses
-from compiled_sampler.edits.recording import cut_at_stop, record_drafts, record_draws, record_ends, with_finished
-from compiled_sampler.engine.boundary.arguments import check_not_capturing
+from compiled_sampler.edits.recording import record_drafts, record_draws, record_ends
+from compiled_sampler.engine.definition import drawn_by_definition, probabilities_by_definition, verified_by_definition
 from compiled_sampler.engine.drafts import DraftCache
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.modes import CACHE, Mode
+from compiled_sampler.modes import CACHE
 from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
-from compiled_sampler.pipeline.logprobs import logprobs_of
-from compiled_sampler.pipeline.sample import Draw, best_step, edit_and_draw, keyed_by, sample_step
-from compiled_sampler.pipeline.schedule import Schedule, is_gpu, schedule_for
+from compiled_sampler.pipeline.sample import Draw, best_step, edit_and_draw, sample_step
+from compiled_sampler.pipeline.schedule import is_gpu
 from compiled_sampler.pipeline.sharded import drawing_in
 from compiled_sampler.pipeline.verify import verify_step
-from compiled_sampler.pipeline.verify_rows import edited_inputs, edited_verify_inputs, emitted_logprobs, with_logprobs
 from compiled_sampler.shard import VocabularyShard
-from compiled_sampler.speculation.reference import verify
 from graph_cache import copy_tensors
 
 Inputs = TypeVar("Inputs", bound=SampleInputs | VerifyInputs)
@@ -100,15 +96,15 @@ class StepExecutor:
                 edits = self._edits.inputs(step.edits, edit_tensors, self._logprobs.processed_scale)
         if step.logprobs is not None:
             logprobs = self._logprobs.inputs(step.logprobs, logits.shape[0])
+        rows: dict[str, Any] = {"logits": logits, "slots": slots, "positions": positions, "table": table}
+        rows |= {"edits": edits, "logprobs": logprobs, "noise": noise}
         if num_drafts is not None and draft_token_ids is not None:
             cached = self._drafts.table if step.mode.drafts == CACHE and self._drafts is not None else proposals
-            drafted = (logits, slots, positions, num_drafts, draft_token_ids, cached, table)
-            verified = VerifyInputs(*drafted, edits, stops, logprobs, noise, self._unfiltered, parents=parents)
+            drafts: dict[str, Any] = {"num_drafts": num_drafts, "draft_token_ids": draft_token_ids, "parents": parents}
+            verified = VerifyInputs(**rows, **drafts, proposals=cached, stops=stops, draft_table=self._unfiltered)
             return self._verified(step, in_int64(verified))
         ends = None if step.records else stops  # what records the tokens finds which of them are ends, too
-        inputs = in_int64(
-            SampleInputs(logits, slots, positions, table, offsets, edits, ends, logprobs, noise, draw_index)
-        )
+        inputs = in_int64(SampleInputs(**rows, offsets=offsets, stops=ends, draw_index=draw_index))
         if step.kind == "best":
             return best_step(step.mode, inputs, step.num_best, self._run)
         return self._drawn(step, inputs) if step.has_tokens else self._rows_of(step, inputs)
@@ -190,59 +186,3 @@ def in_int64(inputs: Inputs) -> Inputs:
     copy_tensors([*wide.values()], [*narrow.values()])
     replaced: Any = inputs
     return replaced._replace(**wide)  # type: ignore[no-any-return]
-
-
-# The results of a step by ``core.reference`` and ``speculation.reference`` are the bits of every other backend. Of the
-# mode they take V, the rule and what top-p is a share of; every filter applies in every mode. Logprobs have no other
-# definition than their stages, which run in eager torch on the tokens of the definition.
-
-
-def drawn_by_definition(mode: Mode, inputs: SampleInputs) -> SampleOutputs:
-    """A token for each row of logits."""
-    edited = _edited_by_definition(mode, inputs)
-    drawn = sample(edited, vocab_size=mode.vocab_size, base_is_row=mode.base_is_row)
-    if inputs.logprobs is not None:
-        rows = (inputs.logits, edited.logits, row_slots_of(inputs), drawn.token_ids)
-        drawn = drawn._replace(logprobs=logprobs_of(_schedule(mode, inputs), *rows, inputs.logprobs, eagerly))
-    if inputs.stops is None:
-        return drawn
-    return with_finished(drawn, inputs.slots, inputs.stops)._replace(logprobs=drawn.logprobs)
-
-
-def probabilities_by_definition(mode: Mode, inputs: SampleInputs) -> ProbabilityOutputs:
-    """The distribution that ``drawn_by_definition`` draws from."""
-    edited = _edited_by_definition(mode, inputs)
-    return probabilities(edited, vocab_size=mode.vocab_size, base_is_row=mode.base_is_row)
-
-
-def verified_by_definition(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
-    """The drafts that the mode's rule accepts, and one token more."""
-    _check_not_capturing(inputs.logits)
-    edited = edited_verify_inputs(mode, inputs)
-    verified = verify(mode, edited)
-    if inputs.stops is not None:
-        verified = cut_at_stop(verified, inputs.slots, inputs.stops)
-    if inputs.logprobs is None:
-        return verified
-    rows = emitted_logprobs(_schedule(mode, inputs), edited.logits, inputs, verified, eagerly)
-    assert rows is not None
-    return with_logprobs(verified, rows, inputs, eagerly)
-
-
-def _edited_by_definition(mode: Mode, inputs: SampleInputs) -> SampleInputs:
-    """The inputs with edited logits, and with the positions that key their noise."""
-    _check_not_capturing(inputs.logits)
-    noise_slots = keyed_by(row_slots_of(inputs), inputs.noise, eagerly)
-    return edited_inputs(mode, inputs)._replace(positions=noise_slots.positions)
-
-
-def _check_not_capturing(logits: Tensor) -> None:
-    check_not_capturing(
-        logits.device,
-        "backend must not be 'reference' inside a capture, got a call in one: its Python loops wait for the device; "
-        "Sampler(backend='compiled') draws the same tokens and can be captured after warmup()",
-    )
-
-
-def _schedule(mode: Mode, inputs: SampleInputs | VerifyInputs) -> Schedule:
-    return schedule_for(mode, inputs.logits.shape[0], inputs.logits.device)

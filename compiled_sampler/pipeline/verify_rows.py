@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.batch import AnyTable, DraftTable, PickedRows, SampleInputs, VerifyInputs, VerifyOutputs
-from compiled_sampler.core.rows import RowSlots, row_slots_of, take
+from compiled_sampler.batch import AnyTable, DraftTable, PickedRows, VerifyInputs, VerifyOutputs
+from compiled_sampler.core.rows import RowSlots, take
 from compiled_sampler.core.stage import Run
 from compiled_sampler.edits.tables import EditInputs, NoiseInputs
 from compiled_sampler.logprobs import LogprobOutputs
@@ -15,7 +15,6 @@ from compiled_sampler.modes import PROCESSED, Mode, edits_drafts, proposing
 from compiled_sampler.passes.law import AnyLaw
 from compiled_sampler.passes.maxima import order_maxima_of
 from compiled_sampler.pipeline.chunks import in_chunks
-from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits
 from compiled_sampler.pipeline.law import chunked_row_law, probability_law, row_law, unfiltered_law
 from compiled_sampler.pipeline.logprobs import logprobs_of
@@ -151,42 +150,6 @@ def proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | PickedRows | DraftTab
     if edits_drafts(mode) and inputs.rows is not None and inputs.rows.proposal_ids is not None:
         return PickedRows(values, inputs.rows.proposal_ids)
     return values[: inputs.logits.shape[0]]
-
-
-def edited_inputs(mode: Mode, inputs: SampleInputs) -> SampleInputs:
-    """Inputs of a sampling step with edited logits, float32 ``[R, V]``, and no edits; in eager torch."""
-    if inputs.edits is None:
-        return inputs
-    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=True)
-    row_slots = row_slots_of(inputs)
-    logits = edited_logits(schedule, inputs.logits, row_slots, _in_a_copy(inputs.edits), eagerly)
-    return inputs._replace(logits=logits, edits=None)
-
-
-def edited_verify_inputs(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
-    """Inputs of a verification with edited logits of target and drafts, and no edits; in eager torch."""
-    if inputs.edits is None:
-        return inputs
-    schedules = verify_schedules(mode, inputs)
-    tree = drafted_tree(inputs, eagerly)
-    layout = layout_of(schedules, inputs, eagerly, tree)
-    of_paths, noise = with_paths(mode, inputs, layout, tree, eagerly)
-    logits, edits = inputs.logits, _in_a_copy(of_paths or inputs.edits)
-    if not mode.from_probabilities:
-        logits = edited_logits(schedules.rows, logits, slots_of(inputs.table, layout), edits, eagerly)
-    proposals = inputs.proposals
-    if isinstance(proposals, DraftTable):
-        _, row_ids = rows_of_drafts(inputs.logits, inputs.slots, inputs.num_drafts, proposals)
-        proposals = gathered(proposals, row_ids[: len(layout.trials.row_ids)])
-    if isinstance(proposals, Tensor) and edits_drafts(mode) and len(proposals):
-        row_slots, draft_edits = slots_of(inputs.table, layout.trials), edits_of_drafts(layout, edits)
-        proposals = edited_logits(schedules.drafts, proposals[: len(row_slots.slots)], row_slots, draft_edits, eagerly)
-    return inputs._replace(logits=logits, proposals=proposals, edits=None, noise=noise)
-
-
-def _in_a_copy(edits: EditInputs) -> EditInputs:
-    """Edits that leave the caller's logits as they are."""
-    return edits._replace(leave=False)
 
 
 def proposal_of(

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
+from compiled_sampler import Plan, SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.modes import RULES
 from tests.cases.hard_rows import Batch
 from tests.graph_cache.recorded import RecordingBackend
-from tests.no_waits import no_waits
 
 Outputs = SampleOutputs | VerifyOutputs
 Results = TypeVar("Results")
@@ -44,6 +43,27 @@ def shared_sampler(
     return Sampler(vocab_size, SHARED_SLOTS, device, dtype, backend)
 
 
+def sampler_with(params: Iterable[SamplingParams], vocab_size: int = V, slots: int = 8, **options: Any) -> Sampler:
+    """A sampler with the requests in its first slots, eager unless options say otherwise."""
+    made = Sampler(vocab_size, slots, **{"backend": "eager", **options})
+    for each in params:
+        made.add_request(each)
+    return made
+
+
+def planned(
+    *params: SamplingParams, num_drafts: Sequence[int] | None = None, vocab_size: int = V, **options: Any
+) -> tuple[Sampler, Plan]:
+    """``sampler_with`` the requests, and a plan of theirs."""
+    made = sampler_with(params, vocab_size, **options)
+    return made, made.plan(range(len(params)), num_drafts=num_drafts)
+
+
+def normal_rows(count: int, vocab_size: int = V, seed: int = 0) -> Tensor:
+    """Logits of which some tokens are likely, the same ones for equal arguments."""
+    return 3.0 * torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
 def replay_recordings(sampler: Sampler) -> RecordingBackend:
     """The backend with which an eager sampler records and replays from now on, as a "graph" does on a device."""
     sampler._runner.backend = "graph"
@@ -51,13 +71,21 @@ def replay_recordings(sampler: Sampler) -> RecordingBackend:
     return backend
 
 
-def capturing(make: Callable[..., Sampler], device: torch.device, rows: int, **options: Any) -> Sampler:
-    """``make(backend, rows, **options)``, whose steps are captured: graphs on a GPU, recordings on the CPU."""
-    if device.type == "cuda":
-        return make("graph", rows, device=device, **options)
-    made = make("eager", rows, **options)
-    replay_recordings(made)
-    return made
+def recorded(sampler: Sampler, modes: Sequence[str] | None = ("full",)) -> Sampler:
+    """The eager sampler, which has recorded the steps of these modes and replays them from now on."""
+    replay_recordings(sampler)
+    sampler.warmup(modes=modes)
+    return sampler
+
+
+@contextlib.contextmanager
+def only_replays(sampler: Sampler, count: int) -> Iterator[None]:
+    """Within, as many steps are replayed, and none is captured or runs without a graph."""
+    before = sampler.statistics()
+    yield
+    after = sampler.statistics()
+    assert (after.captures, after.direct_runs) == (before.captures, before.direct_runs)
+    assert after.replays - before.replays == count
 
 
 def verifying_sampler(backend: str, vocab_size: int, params: Sequence[SamplingParams], width: int) -> Sampler:
@@ -68,11 +96,12 @@ def verifying_sampler(backend: str, vocab_size: int, params: Sequence[SamplingPa
     return holding(made, backend, params)
 
 
-def holding(made: Sampler, backend: str, params: Iterable[SamplingParams]) -> Sampler:
-    """The sampler with these requests; for "graph", mode ``full`` is recorded before, for ``replay_recordings``."""
+def holding(
+    made: Sampler, backend: str, params: Iterable[SamplingParams], modes: Sequence[str] | None = ("full",)
+) -> Sampler:
+    """The sampler with these requests; for "graph", the modes are recorded before, for ``replay_recordings``."""
     if backend == "graph":
-        replay_recordings(made)
-        made.warmup(modes=["full"])
+        recorded(made, modes)
     for each in params:
         made.add_request(each)
     return made
@@ -92,11 +121,11 @@ def nothing_compiles() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stages_stay_eager() -> Iterator[None]:
-    """Within, what a sampler compiles are the stages as they are: which ones a warm-up prepares takes no Inductor."""
+def stages_stay_eager(wrong: Mapping[Any, Any] | None = None) -> Iterator[None]:
+    """Within, what a sampler compiles are the stages as they are, but for some, which do otherwise: no Inductor."""
 
     def made(code: StageCode, *_: Any, **__: Any) -> Any:
-        run: Any = functools.partial(code.stage, **code.static)
+        run: Any = functools.partial((wrong or {}).get(code.stage, code.stage), **code.static)
         run.guard_check, run.disable_guard_check = (lambda *tensors: True), (lambda: None)
         return run
 
@@ -146,16 +175,6 @@ def captured(step: Callable[[], Results]) -> tuple[torch.cuda.CUDAGraph, Results
     return graph, results
 
 
-@contextlib.contextmanager
-def neither_waits_nor_allocates() -> Iterator[None]:
-    """Within, the host waits for no device, and memory of the GPU is not taken."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    with no_waits():
-        yield
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-
-
 class EngineGraph:
     """An engine's own graph around ``sample``; logits, slots and positions are what it reads at each replay."""
 
@@ -193,3 +212,10 @@ def new_outputs(rows: int, device: torch.device | str = "cpu") -> SampleOutputs:
     """Tensors for results, which hold what no result is."""
     token_ids = torch.full((rows,), -7, device=device)
     return SampleOutputs(token_ids, token_ids.to(torch.int32))
+
+
+def new_verified(requests: int, width: int) -> VerifyOutputs:
+    """The same for a verification of so many drafts each."""
+    count = torch.full((requests,), -7)
+    token_ids = torch.full((requests, width + 1), -7)
+    return VerifyOutputs(token_ids, count, count.clone(), count.clone(), count.to(torch.int32))

@@ -3,11 +3,12 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_sampler import LogprobOutputs, Logprobs, Plan, RowStatus, SampleOutputs, Sampler
+from compiled_sampler import LogprobOutputs, Logprobs, Plan, RowStatus, SampleOutputs, Sampler, VerifyOutputs
 from tests.builders.edits import Request, V, hard_logits, random_mask, random_request
 
 NODES = 9
@@ -69,6 +70,15 @@ class TreeBatch:
     def plan(self, sampler: Sampler) -> Plan:
         """The plan of the requests, which are added now."""
         return sampler.plan([each.added(sampler) for each in self.requests], num_drafts=self.counts)
+
+    def verified(self, sampler: Sampler, **options: Any) -> VerifyOutputs:
+        """The results of requests that are added and removed; by the rule ``match``, unless options say otherwise."""
+        plan, (drafts, parents) = self.plan(sampler), self.padded()
+        mask = {} if self.masks is None else {"token_bitmask": self.masks}
+        made = sampler.verify(plan, self.logits, drafts, self.positions, **{"parents": parents, **mask, **options})
+        for slot in plan.slots:
+            sampler.remove_request(slot)
+        return made
 
     def draw(self, sampler: Sampler, logprobs: Logprobs | None = None) -> None:
         """Draw every row alone, and make some drafts what their parents' rows draw, row after row."""

@@ -26,12 +26,10 @@ class Mocked(ModuleType):
     """A module that has whatever is asked of it: an object that takes any call, for ``is_...`` one that says no."""
 
     def __init__(self, name: str, real: tuple[str, ...]) -> None:
-        """Mock a module, but for those of its submodules that are real."""
         super().__init__(name)
         self._real = real
 
     def __getattr__(self, name: str) -> Any:
-        """A submodule, or a new object."""
         if name.startswith("__"):
             raise AttributeError(name)
         if f"{self.__name__}.{name}" in self._real:
@@ -45,7 +43,6 @@ class PublishedModules(MetaPathFinder, Loader):
     """Finds some modules in the source, and mocks all others of the packages."""
 
     def __init__(self, source: Path, packages: tuple[str, ...], real: tuple[str, ...]) -> None:
-        """Find the real ones below ``source``."""
         self._source, self._packages, self._real = source, packages, real
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -59,7 +56,6 @@ class PublishedModules(MetaPathFinder, Loader):
         return importlib.util.spec_from_loader(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """A mocked module."""
         return Mocked(spec.name, self._real)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -93,13 +89,7 @@ def run_example(section: str) -> None:
 
 @contextmanager
 def published(engine: str, real: tuple[str, ...], others: tuple[str, ...] = ()) -> Iterator[None]:
-    """Import ``real`` modules of an engine from its source within the block, and forget them behind it.
-
-    Args:
-        engine: name of the package.
-        real: modules that are imported from the source.
-        others: further packages that are mocked.
-    """
+    """Import ``real`` modules of an engine from its source within the block, where ``others`` are mocked too."""
     with isolated((engine, *others), f"compiled_sampler.integrations.{engine}"):
         finder = PublishedModules(require_source(engine), (engine, *others), real)
         sys.meta_path.insert(0, finder)

@@ -18,14 +18,7 @@ PAD, EOS = 0, 1
 
 
 def tiny_model(family: str = "Qwen3", vocab_size: int = VOCAB_SIZE, seed: int = 0, noise: float = 0.0) -> Any:
-    """A causal model with two layers of 16 numbers, with eos token 1 and padding 0.
-
-    Args:
-        family: of ``FAMILIES``.
-        vocab_size: V.
-        seed: of the weights.
-        noise: what to add to the weights of the last layer, so that a model is near another of the same seed.
-    """
+    """A causal model with two layers of 16 numbers; with a little ``noise`` it is near another of its seed."""
     import transformers
 
     config = getattr(transformers, f"{family}Config")(
@@ -131,15 +124,7 @@ def eagerly_paged(model: Any) -> Iterator[None]:
 
 
 def batched(model: Any, rows: Sequence[int], law: dict[str, Any], backend: str = "eager", **cache: Any) -> Tokens:
-    """What some of the prompts are continued with by continuous batching.
-
-    Args:
-        model: of transformers.
-        rows: of ``PROMPTS`` and ``SEEDS``, in the order of their arrival.
-        law: fields of the generation config.
-        backend: of the sampler.
-        cache: fields of the batching config.
-    """
+    """What ``rows`` of the prompts, in the order of their arrival, are continued with by continuous batching."""
     from compiled_sampler.integrations.transformers.continuous_batching import generate_batch
 
     prompts, seeds = [PROMPTS[row] for row in rows], [SEEDS[row] for row in rows]

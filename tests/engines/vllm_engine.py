@@ -25,14 +25,7 @@ EOS = 1
 
 
 def make_model(folder: Path, vocab_size: int, seed: int, spread: float = 1.0) -> Path:
-    """A random Qwen3 of 2 layers with a tokenizer of one word a token, stored in a folder.
-
-    Args:
-        folder: is made.
-        vocab_size: words are "t3", "t4", ... behind padding, eos and bos.
-        seed: of the weights.
-        spread: factor of the logits.
-    """
+    """A random Qwen3 of 2 layers in a new folder, its logits times ``spread``; one word a token: "t3", "t4", ..."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -84,11 +77,7 @@ MARK = "RESULTS "
 
 
 class Recorder:
-    """Hashes of the logits that a runner draws from, by request and position; the last one of a position counts.
-
-    Args:
-        keeps_rows: whether to keep the logits too.
-    """
+    """Hashes of the logits that a runner draws from, by request and position; the last one of a position counts."""
 
     def __init__(self, keeps_rows: bool) -> None:
         self.keeps_rows = keeps_rows
@@ -97,7 +86,6 @@ class Recorder:
         self.steps = 0
 
     def install(self) -> None:
-        """Look at the logits before whoever draws."""
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         drawn = GPUModelRunner._sample
@@ -109,7 +97,6 @@ class Recorder:
         GPUModelRunner._sample = recorded
 
     def record(self, runner: Any, logits: Any, drafts: Any) -> None:
-        """Hash the rows of one batch."""
         batch, row = runner.input_batch, 0
         self.steps += 1
         counts = [0] * batch.num_reqs if drafts is None else drafts.num_draft_tokens

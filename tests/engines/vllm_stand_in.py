@@ -42,7 +42,6 @@ class Given:
     __struct_fields__ = tuple(DEFAULTS)
 
     def __init__(self, **given: Any) -> None:
-        """The defaults, but for what is given."""
         vars(self).update({**DEFAULTS, **given})
 
 

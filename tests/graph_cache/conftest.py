@@ -11,13 +11,11 @@ from tests.graph_cache.recorded import RecordingBackend, Spied, cache_of
 
 @pytest.fixture
 def spied() -> Spied:
-    """The callable of ``cache``."""
     return Spied()
 
 
 @pytest.fixture
 def backend() -> RecordingBackend:
-    """The backend of ``cache``."""
     return RecordingBackend()
 
 

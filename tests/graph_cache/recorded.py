@@ -117,5 +117,4 @@ def score(logits: Tensor, scale: Tensor, shift: Tensor) -> Scores:
 
 
 def on_device(rows: int, width: int = 5) -> dict[str, Tensor]:
-    """The same on the CUDA device."""
     return {name: tensor.cuda() for name, tensor in batch(rows, width).items()}

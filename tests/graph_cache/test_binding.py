@@ -21,7 +21,7 @@ def bound_cache(logits: torch.Tensor) -> tuple[GraphCache, Spied]:
     return cache, spied
 
 
-def test_a_bound_tensor_of_any_strides_is_read_in_place_left_as_it_was_and_needs_no_owned_buffer() -> None:
+def test_a_bound_tensor_of_any_strides_is_read_in_place_left_as_it_was_and_needs_no_owned_buffer():
     for logits in (torch.randn(8, 5), torch.randn(9, 8).T):  # the second is wider than the input, strides (1, 8)
         cache, spied = bound_cache(logits)
         tensors = {**batch(3), "logits": logits[:3]}
@@ -39,7 +39,7 @@ def test_a_bound_tensor_of_any_strides_is_read_in_place_left_as_it_was_and_needs
 
 
 @pytest.mark.parametrize("other", ["itself", "elsewhere", "offset", "strides"])
-def test_only_the_bound_tensor_is_read_in_place_where_both_variants_are_prepared(other: str) -> None:
+def test_only_the_bound_tensor_is_read_in_place_where_both_variants_are_prepared(other):
     logits = torch.randn(8, 5)
     cache, spied = bound_cache(logits)
     cache.unbind("logits")
@@ -53,14 +53,14 @@ def test_only_the_bound_tensor_is_read_in_place_where_both_variants_are_prepared
     assert cache.statistics().fallbacks == {}
 
 
-def test_any_other_tensor_is_called_directly_when_only_bound_variants_are_prepared() -> None:
+def test_any_other_tensor_is_called_directly_when_only_bound_variants_are_prepared():
     cache, _ = bound_cache(torch.randn(8, 5))
     tensors = batch(3)
     assert same_bits(cache.run("score", tensors), expected(tensors))
     assert cache.statistics().fallbacks == {"score rows=3: no variant": 1}
 
 
-def test_the_bound_tensor_is_copied_where_only_the_owned_variant_is_prepared() -> None:
+def test_the_bound_tensor_is_copied_where_only_the_owned_variant_is_prepared():
     cache = cache_of(Spied(), RecordingBackend())
     cache.warmup()
     logits = torch.randn(8, 5)
@@ -70,7 +70,7 @@ def test_the_bound_tensor_is_copied_where_only_the_owned_variant_is_prepared() -
     assert cache.statistics().fallbacks == {"score rows=3: copied, the bound variant is missing": 1}
 
 
-def test_a_binding_with_fewer_rows_than_a_bucket_leaves_that_bucket_to_the_owned_buffer() -> None:
+def test_a_binding_with_fewer_rows_than_a_bucket_leaves_that_bucket_to_the_owned_buffer():
     logits = torch.randn(6, 5)
     cache, _ = bound_cache(logits)
     assert [(key.rows, key.binding is None) for key in cache.prepared()] == [(8, True), (4, False), (2, False)]
@@ -80,7 +80,7 @@ def test_a_binding_with_fewer_rows_than_a_bucket_leaves_that_bucket_to_the_owned
     assert cache.statistics().fallbacks == {}
 
 
-def test_variants_of_a_binding_serve_it_alone_also_when_it_is_bound_again() -> None:
+def test_variants_of_a_binding_serve_it_alone_also_when_it_is_bound_again():
     first, second = torch.randn(8, 5), torch.randn(8, 5)
     cache, _ = bound_cache(first)
     replays = []
@@ -97,7 +97,7 @@ def test_variants_of_a_binding_serve_it_alone_also_when_it_is_bound_again() -> N
     assert replays == [1, 1, 1, 1, 1, 1, 2, 2]
 
 
-def test_evicting_the_unbound_keeps_owned_and_current_variants() -> None:
+def test_evicting_the_unbound_keeps_owned_and_current_variants():
     first, second = torch.randn(8, 5), torch.randn(8, 5)
     cache, _ = bound_cache(first)
     cache.unbind("logits")
@@ -108,7 +108,7 @@ def test_evicting_the_unbound_keeps_owned_and_current_variants() -> None:
     assert [(key.rows, key.binding is None) for key in cache.prepared()] == [(8, True), (4, False)]
 
 
-def test_two_inputs_may_be_bound_and_each_is_read_where_it_is() -> None:
+def test_two_inputs_may_be_bound_and_each_is_read_where_it_is():
     cache = cache_of(Spied(), RecordingBackend())
     tensors = batch(8)
     cache.bind("logits", tensors["logits"])
@@ -123,7 +123,7 @@ def test_two_inputs_may_be_bound_and_each_is_read_where_it_is() -> None:
     }
 
 
-def test_a_binding_keeps_its_tensor_alive() -> None:
+def test_a_binding_keeps_its_tensor_alive():
     cache = cache_of(Spied(), RecordingBackend())
     cache.bind("logits", torch.full((8, 5), 2.0))
     cache.warmup(buckets=[2])

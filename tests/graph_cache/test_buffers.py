@@ -22,7 +22,7 @@ def staged(buffer: InputBuffer, source: Tensor | None, rows: int, bucket: int) -
     return len(targets)
 
 
-def test_rows_after_a_batch_hold_the_fill_up_to_the_bucket_after_any_sequence_of_batches() -> None:
+def test_rows_after_a_batch_hold_the_fill_up_to_the_bucket_after_any_sequence_of_batches():
     buffer = InputBuffer(BufferSpec((3,), torch.float32, -7.0), 8, CPU)
     generator = torch.Generator().manual_seed(1)
     for _ in range(200):
@@ -34,7 +34,7 @@ def test_rows_after_a_batch_hold_the_fill_up_to_the_bucket_after_any_sequence_of
         assert (buffer.tensor[rows:bucket] == -7.0).all()
 
 
-def test_padding_that_holds_the_fill_already_is_not_filled_again() -> None:
+def test_padding_that_holds_the_fill_already_is_not_filled_again():
     buffer = InputBuffer(BufferSpec((), torch.int64, 5), 8, CPU)
     staged(buffer, torch.arange(6), 6, 8)
     staged(buffer, torch.arange(2), 2, 8)
@@ -47,14 +47,14 @@ def test_padding_that_holds_the_fill_already_is_not_filled_again() -> None:
     assert buffer.tensor.tolist() == list(range(8))
 
 
-def test_a_missing_source_leaves_the_fill_in_every_row() -> None:
+def test_a_missing_source_leaves_the_fill_in_every_row():
     buffer = InputBuffer(BufferSpec((), torch.int64, 5), 4, CPU)
     staged(buffer, torch.arange(4), 4, 4)
     assert staged(buffer, None, 2, 4) == 0
     assert buffer.tensor.tolist() == [5, 5, 5, 5]
 
 
-def test_the_buffer_itself_is_not_copied_and_its_padding_is_filled_every_time() -> None:
+def test_the_buffer_itself_is_not_copied_and_its_padding_is_filled_every_time():
     buffer = InputBuffer(BufferSpec((), torch.int64, 5), 4, CPU)
     own = buffer.lend()
     for _ in range(2):
@@ -77,21 +77,21 @@ def test_what_lies_behind_the_bucket_of_a_lent_buffer_stays_the_callers():
     assert own.tolist() == [5, 5, 5, 5, 14, 15, 16, 17]
 
 
-def test_another_view_of_the_buffer_is_copied_as_it_was() -> None:
+def test_another_view_of_the_buffer_is_copied_as_it_was():
     buffer = InputBuffer(BufferSpec((2,), torch.int64, 5), 4, CPU)
     buffer.tensor.copy_(torch.arange(8).view(4, 2))
     assert staged(buffer, buffer.tensor.view(-1).as_strided((2, 2), (1, 2)), 2, 4) == 1
     assert buffer.tensor[:2].tolist() == [[0, 2], [1, 3]]
 
 
-def test_a_source_that_requires_grad_leaves_the_buffer_outside_autograd() -> None:
+def test_a_source_that_requires_grad_leaves_the_buffer_outside_autograd():
     buffer = InputBuffer(BufferSpec((), torch.float32, 0.0), 4, CPU)
     staged(buffer, torch.ones(4, requires_grad=True), 4, 4)
     assert not buffer.tensor.requires_grad
     assert buffer.tensor.tolist() == [1.0] * 4
 
 
-def test_a_fill_that_the_dtype_would_round_is_refused() -> None:
+def test_a_fill_that_the_dtype_would_round_is_refused():
     with pytest.raises(TypeError, match="fill must be an integer"):
         BufferSpec((), torch.int64, 0.5)
 
@@ -117,7 +117,7 @@ def wide(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["direct", "replayed"])
-def test_a_batch_may_bring_each_dtype_of_an_input(narrow_cache: GraphCache, spied: Spied, warm: bool) -> None:
+def test_a_batch_may_bring_each_dtype_of_an_input(narrow_cache, spied, warm):
     if warm:
         narrow_cache.warmup()
     for rows in (3, 1, 4):
@@ -130,7 +130,7 @@ def test_a_batch_may_bring_each_dtype_of_an_input(narrow_cache: GraphCache, spie
     assert not warm or spied.values[-1]["shift"][3] == 3
 
 
-def test_what_is_read_in_place_or_written_to_the_buffer_is_known_by_its_dtype(narrow_cache: GraphCache) -> None:
+def test_what_is_read_in_place_or_written_to_the_buffer_is_known_by_its_dtype(narrow_cache):
     """One memory is an int32 input in one batch and an int64 one in the next."""
     bound = torch.zeros(8, dtype=torch.int32)
     narrow_cache.warmup()
@@ -144,7 +144,7 @@ def test_what_is_read_in_place_or_written_to_the_buffer_is_known_by_its_dtype(na
 
 
 @pytest.mark.parametrize("path", ["direct", "replayed", "in place"])
-def test_results_of_64_bits_are_taken_in_32(narrow_cache: GraphCache, path: str) -> None:
+def test_results_of_64_bits_are_taken_in_32(narrow_cache, path):
     given, bound = narrow(3), Scores(torch.zeros(4, dtype=torch.int32), torch.zeros(4, 5))
     out = Scores(*(field[:3] for field in bound))
     if path != "direct":
@@ -160,7 +160,7 @@ def test_results_of_64_bits_are_taken_in_32(narrow_cache: GraphCache, path: str)
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.uint8, torch.float32])
-def test_other_dtypes_are_refused(narrow_cache: GraphCache, dtype: torch.dtype) -> None:
+def test_other_dtypes_are_refused(narrow_cache, dtype):
     given = batch(3)
     with pytest.raises(TypeError, match=f"'shift' must be torch.int64 or torch.int32, got {dtype}; convert"):
         narrow_cache.run("score", {**given, "shift": given["shift"].to(dtype)})

@@ -5,23 +5,12 @@ import gc
 import pytest
 import torch
 
-from graph_cache import CaptureError, GraphCache, VariantKey
+from graph_cache import CaptureError, VariantKey
 from graph_cache.capture import uncollected
-from tests.graph_cache.recorded import (
-    SPECS,
-    RecordingBackend,
-    Scores,
-    Spied,
-    batch,
-    cache_of,
-    expected,
-    same_bits,
-)
+from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, cache_of, expected, same_bits
 
 
-def test_warmup_captures_the_largest_bucket_of_every_callable_first_and_keeps_what_is_prepared(
-    backend: RecordingBackend,
-) -> None:
+def test_warmup_captures_the_largest_bucket_of_every_callable_first_and_keeps_what_is_prepared(backend):
     cache = cache_of(Spied(), backend)
     cache.register("again", Spied(), SPECS)
     reports: list[tuple[int, int, str]] = []
@@ -35,7 +24,7 @@ def test_warmup_captures_the_largest_bucket_of_every_callable_first_and_keeps_wh
     assert cache.statistics().captures == backend.num_captures == 5
 
 
-def test_the_callable_runs_twice_before_its_capture_on_the_inputs_of_the_capture(spied: Spied) -> None:
+def test_the_callable_runs_twice_before_its_capture_on_the_inputs_of_the_capture(spied):
     cache = cache_of(spied, RecordingBackend())
     cache.warmup()
     assert [each["logits"].shape for each in spied.tensors] == [(rows, 5) for rows in (8, 4, 2) for _ in range(3)]
@@ -43,7 +32,7 @@ def test_the_callable_runs_twice_before_its_capture_on_the_inputs_of_the_capture
     assert pointers == {cache.input_buffer("logits").data_ptr()}
 
 
-def test_variants_and_callables_with_results_of_one_layout_share_buffers_of_the_largest_bucket() -> None:
+def test_variants_and_callables_with_results_of_one_layout_share_buffers_of_the_largest_bucket():
     cache = cache_of(Spied(), RecordingBackend())
     cache.register("again", lambda **tensors: expected(tensors | {"scale": tensors["scale"] * 2.0}), SPECS)
     for names, buckets in ((["score"], [2]), (["score"], None), (None, None)):
@@ -56,7 +45,7 @@ def test_variants_and_callables_with_results_of_one_layout_share_buffers_of_the_
     assert cache.statistics().replays == 2
 
 
-def test_a_failed_capture_names_the_variant_leaves_the_others_and_is_tried_again(backend: RecordingBackend) -> None:
+def test_a_failed_capture_names_the_variant_leaves_the_others_and_is_tried_again(backend):
     cache = cache_of(Spied(), backend)
     cause, tensors = RuntimeError("operation not permitted"), batch(3)
     cache.warmup(buckets=[8])
@@ -71,7 +60,7 @@ def test_a_failed_capture_names_the_variant_leaves_the_others_and_is_tried_again
     assert cache.statistics().coverage == {f"score rows=3 -> score[{bucket}]": 1 for bucket in (8, 4)}
 
 
-def test_captures_are_counted_as_they_are_made_also_before_one_that_fails(backend: RecordingBackend) -> None:
+def test_captures_are_counted_as_they_are_made_also_before_one_that_fails(backend):
     cache, counted = cache_of(Spied(), backend), []
 
     def report(done: int, total: int, label: str) -> None:
@@ -94,7 +83,7 @@ def test_captures_are_counted_as_they_are_made_also_before_one_that_fails(backen
         (Scores(torch.zeros(2), torch.zeros(())), ValueError),
     ],
 )
-def test_a_callable_that_returns_no_rows_of_tensors_is_not_captured(result: object, cause: type[Exception]) -> None:
+def test_a_callable_that_returns_no_rows_of_tensors_is_not_captured(result, cause):
     cache = cache_of(lambda **_: result, RecordingBackend(), buckets=(2,))  # type: ignore[arg-type,return-value]
     with pytest.raises(CaptureError) as caught:
         cache.warmup()
@@ -103,13 +92,13 @@ def test_a_callable_that_returns_no_rows_of_tensors_is_not_captured(result: obje
         cache.run("score", batch(2))
 
 
-def test_a_capture_inside_an_outer_one_is_refused(cache: GraphCache, backend: RecordingBackend) -> None:
+def test_a_capture_inside_an_outer_one_is_refused(cache, backend):
     backend.outer = True
     with pytest.raises(RuntimeError, match="inside a capture"):
         cache.warmup()
 
 
-def test_an_evicted_variant_serves_no_more_and_can_be_prepared_again(cache: GraphCache) -> None:
+def test_an_evicted_variant_serves_no_more_and_can_be_prepared_again(cache):
     tensors = batch(3)
     cache.run("score", tensors)
     assert cache.evict(rows=4) == 1
@@ -120,9 +109,7 @@ def test_an_evicted_variant_serves_no_more_and_can_be_prepared_again(cache: Grap
     assert cache.statistics().evictions == 1
 
 
-def test_eviction_removes_what_meets_every_condition_and_gives_the_pool_back_with_the_last(
-    cache: GraphCache, backend: RecordingBackend
-) -> None:
+def test_eviction_removes_what_meets_every_condition_and_gives_the_pool_back_with_the_last(cache, backend):
     cache.register("again", Spied(), SPECS)
     cache.warmup()
     assert cache.evict("again", rows=4) == 1
@@ -136,7 +123,7 @@ def test_eviction_removes_what_meets_every_condition_and_gives_the_pool_back_wit
     assert backend.num_resets == 1
 
 
-def test_statistics_count_runs_that_are_served_and_a_reset_keeps_the_variants(cache: GraphCache) -> None:
+def test_statistics_count_runs_that_are_served_and_a_reset_keeps_the_variants(cache):
     for rows in (1, 3, 3, 9):
         cache.run("score", batch(rows))
     with pytest.raises(TypeError):
@@ -156,7 +143,7 @@ def test_statistics_count_runs_that_are_served_and_a_reset_keeps_the_variants(ca
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_collection_is_off_while_a_capture_lasts_and_then_as_before(before: bool) -> None:
+def test_collection_is_off_while_a_capture_lasts_and_then_as_before(before):
     seen: list[bool] = []
 
     @uncollected()

@@ -12,7 +12,7 @@ from graph_cache import copies
 from graph_cache.copies import NewCopies, copy_tensors
 
 
-def test_copies_keep_every_value_for_mixed_dtypes_and_strides() -> None:
+def test_copies_keep_every_value_for_mixed_dtypes_and_strides():
     sources = [
         torch.arange(6),
         torch.arange(6, 12),
@@ -44,7 +44,7 @@ def launches() -> Iterator[mock.Mock]:
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])
-def test_small_contiguous_tensors_of_any_words_take_one_launch(count: int) -> None:
+def test_small_contiguous_tensors_of_any_words_take_one_launch(count):
     sources = SMALL[:count]
     targets = [torch.empty_like(source) for source in sources]
     with launches() as together:
@@ -54,7 +54,7 @@ def test_small_contiguous_tensors_of_any_words_take_one_launch(count: int) -> No
     assert all(torch.equal(target, source) for target, source in zip(targets, sources, strict=True))
 
 
-def test_conversions_of_one_pair_of_dtypes_take_one_launch() -> None:
+def test_conversions_of_one_pair_of_dtypes_take_one_launch():
     sources = [torch.arange(6, dtype=torch.int32), torch.arange(12, dtype=torch.int32).view(6, 2), *SMALL]
     targets = [torch.empty(each.shape, dtype=torch.int64) for each in sources[:2]] + [*map(torch.empty_like, SMALL)]
     with launches() as together:
@@ -64,14 +64,14 @@ def test_conversions_of_one_pair_of_dtypes_take_one_launch() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.float64, torch.bfloat16, torch.int64])
-def test_numbers_are_converted_whatever_their_strides(dtype: torch.dtype) -> None:
+def test_numbers_are_converted_whatever_their_strides(dtype):
     sources = [torch.arange(6), torch.arange(-6, 6).view(6, 2)[:, 1], torch.arange(12).view(3, 4).T, torch.tensor(-9)]
     targets = [torch.full(each.shape, 77).to(dtype) for each in sources]
     copy_tensors(targets, sources)
     assert all(torch.equal(target, source.to(dtype)) for target, source in zip(targets, sources, strict=True))
 
 
-def test_large_tensors_and_single_ones_are_copied_by_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_and_single_ones_are_copied_by_the_driver(monkeypatch):
     monkeypatch.setattr(copies, "_MOST_BYTES", 40)
     sources = [torch.randn(11), torch.randn(10)]
     targets = [torch.empty(11), torch.empty(10)]
@@ -86,7 +86,7 @@ def test_large_tensors_and_single_ones_are_copied_by_the_driver(monkeypatch: pyt
     [torch.arange(5)[2].expand(1), torch.arange(8).view(2, 4)[:1, 2], torch.arange(12).view(3, 4).t()[:2, :1]],
     ids=["expanded", "a column", "a column of rows"],
 )
-def test_a_last_dimension_of_size_1_may_have_any_stride(column: Tensor) -> None:
+def test_a_last_dimension_of_size_1_may_have_any_stride(column):
     """Torch calls it contiguous, and views no other dtype of it."""
     assert column.is_contiguous() or column.shape[0] > 1
     for source in (column, column.clone()):
@@ -97,7 +97,7 @@ def test_a_last_dimension_of_size_1_may_have_any_stride(column: Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64, torch.bfloat16, torch.bool, torch.complex64])
-def test_dtypes_that_the_copy_of_several_lacks_are_copied_one_by_one(dtype: torch.dtype) -> None:
+def test_dtypes_that_the_copy_of_several_lacks_are_copied_one_by_one(dtype):
     with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):
         sources = [torch.arange(4).to(dtype), torch.arange(4, 8).to(dtype)]
         targets = [torch.zeros(4, dtype=dtype) for _ in sources]
@@ -117,7 +117,7 @@ MANY = [
 
 
 @pytest.mark.parametrize("count", range(len(MANY) + 1))
-def test_new_copies_hold_what_the_sources_hold_at_each_call(count: int) -> None:
+def test_new_copies_hold_what_the_sources_hold_at_each_call(count):
     sources = [each if each is None else each.clone() for each in MANY[:count]]
     copies_of = NewCopies(sources)
     for turn in range(2):

@@ -1,6 +1,5 @@
 """Numbers of the host: every run reads what the host wrote last, in its inputs and in a table beside them."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,7 @@ def served() -> Served:
     return Served()
 
 
-def test_any_sequence_of_changes_bytes_tensors_and_captures_reads_what_came_last(served: Served) -> None:
+def test_any_sequence_of_changes_bytes_tensors_and_captures_reads_what_came_last(served):
     """And rows behind a batch hold the fill, in every bucket."""
     chance, kept = np.random.default_rng(7), batch(3)
     for i in range(600):
@@ -77,12 +76,12 @@ def test_any_sequence_of_changes_bytes_tensors_and_captures_reads_what_came_last
         assert not served.mirror.is_pending
 
 
-def test_words_that_are_not_noted_are_the_control(served: Served) -> None:
+def test_words_that_are_not_noted_are_the_control(served):
     served.words[3] = 5
     assert not served.run(batch(2), on_host=False)
 
 
-def test_one_copy_brings_what_changed_and_nothing_what_did_not(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_copy_brings_what_changed_and_nothing_what_did_not(served, monkeypatch):
     sent: list[int] = []
     send = PinnedRing.send
     monkeypatch.setattr(PinnedRing, "send", lambda ring, *given: (sent.append(len(given[0])), send(ring, *given)))
@@ -98,7 +97,7 @@ def test_one_copy_brings_what_changed_and_nothing_what_did_not(served: Served, m
     assert len(sent) == 1  # of both
 
 
-def test_a_copy_that_fails_is_made_by_the_next_run(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_copy_that_fails_is_made_by_the_next_run(served, monkeypatch):
     tensors = batch(3)
     served.change(1, 4)
     with monkeypatch.context() as patched:
@@ -109,7 +108,7 @@ def test_a_copy_that_fails_is_made_by_the_next_run(served: Served, monkeypatch: 
     assert served.run(tensors)
 
 
-def test_a_replay_that_fails_moves_nothing(served: Served) -> None:
+def test_a_replay_that_fails_moves_nothing(served):
     first = batch(3)
     assert served.run(first)
     for variant in served.cache._variants.values():
@@ -121,7 +120,7 @@ def test_a_replay_that_fails_moves_nothing(served: Served) -> None:
         assert served.run(first)
 
 
-def test_an_interrupt_while_numbers_are_written_moves_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_while_numbers_are_written_moves_nothing(served, monkeypatch):
     class Interrupting:
         def __getitem__(self, part: slice) -> bytes:
             raise KeyboardInterrupt
@@ -138,7 +137,7 @@ def test_an_interrupt_while_numbers_are_written_moves_nothing(served: Served, mo
     assert served.run(first)
 
 
-def test_a_warm_up_finds_padding_whatever_a_bound_buffer_says_of_live_rows() -> None:
+def test_a_warm_up_finds_padding_whatever_a_bound_buffer_says_of_live_rows():
     spied, bound = Spied(), torch.arange(8)
     cache = GraphCache("cpu", [8], backend=RecordingBackend(), mirror=HostMirror(16, CPU))
     cache.register("score", spied, ON_HOST)
@@ -149,7 +148,7 @@ def test_a_warm_up_finds_padding_whatever_a_bound_buffer_says_of_live_rows() -> 
     assert same_bits(cache.run("score", tensors), expected(tensors))
 
 
-def test_two_inputs_of_the_host_are_each_as_they_were_brought() -> None:
+def test_two_inputs_of_the_host_are_each_as_they_were_brought():
     def shifted(logits: Tensor, scale: Tensor, shift: Tensor, second: Tensor) -> Scores:
         return Spied()(logits, scale, shift + second)
 
@@ -173,9 +172,7 @@ def test_two_inputs_of_the_host_are_each_as_they_were_brought() -> None:
         ("shift", np.zeros(3, np.int64), TypeError, r"must be a tensor, got ndarray; .* array\.tobytes"),
     ],
 )
-def test_what_does_not_fit_is_refused(
-    served: Served, name: str, given: Any, error: type[Exception], words: str
-) -> None:
+def test_what_does_not_fit_is_refused(served, name, given, error, words):
     tensors = batch(3)
     with pytest.raises(error, match=words):
         served.cache.run("score", {**tensors, name: given})
@@ -192,7 +189,7 @@ def test_what_does_not_fit_is_refused(
         (lambda: Served().cache.input_buffer("shift"), "an input of the host must not be lent"),
     ],
 )
-def test_what_has_no_place_in_a_mirror_is_refused(make: Callable[[], Any], words: str) -> None:
+def test_what_has_no_place_in_a_mirror_is_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -211,7 +208,7 @@ class Pretended:
 
 
 @pytest.mark.parametrize("done", [True, False], ids=["the device keeps up", "the device is behind"])
-def test_a_ring_overwrites_only_what_was_read(monkeypatch: pytest.MonkeyPatch, done: bool) -> None:
+def test_a_ring_overwrites_only_what_was_read(monkeypatch, done):
     def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
         return torch.zeros(*shape, **options)
 

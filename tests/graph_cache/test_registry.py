@@ -34,9 +34,7 @@ WRONG_INPUTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "kind", "message"), WRONG_INPUTS)
-def test_a_wrong_input_is_refused(
-    cache: GraphCache, changed: dict[str, Any], kind: type[Exception], message: str
-) -> None:
+def test_a_wrong_input_is_refused(cache, changed, kind, message):
     with pytest.raises(kind, match=message):
         cache.run("score", {**batch(3), **changed})
     with pytest.raises(ValueError, match="missing 'scale', 'shift', unknown none"):
@@ -44,7 +42,7 @@ def test_a_wrong_input_is_refused(
 
 
 @pytest.mark.parametrize(("rows", "kind"), [(4, ValueError), (-1, ValueError), (2.0, TypeError), (True, TypeError)])
-def test_rows_must_count_rows_that_every_input_has(cache: GraphCache, rows: Any, kind: type[Exception]) -> None:
+def test_rows_must_count_rows_that_every_input_has(cache, rows, kind):
     with pytest.raises(kind, match="rows must be"):
         cache.run("score", batch(3), rows=rows)
 
@@ -69,12 +67,12 @@ WRONG_OUTS: list[tuple[Any, type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("out", "kind", "message"), WRONG_OUTS)
-def test_a_wrong_out_is_refused(cache: GraphCache, out: Any, kind: type[Exception], message: str) -> None:
+def test_a_wrong_out_is_refused(cache, out, kind, message):
     with pytest.raises(kind, match=message):
         cache.run("score", batch(3), out=out)
 
 
-def test_an_unknown_name_lists_the_known_ones(cache: GraphCache) -> None:
+def test_an_unknown_name_lists_the_known_ones(cache):
     callables, inputs = "got 'scor'; registered: 'score'", "got 'logit'; known: 'logits', 'scale', 'shift'"
     for message, use in (
         (callables, lambda: cache.run("scor", batch(3))),
@@ -99,12 +97,12 @@ def test_an_unknown_name_lists_the_known_ones(cache: GraphCache) -> None:
         (torch.zeros(8, 5, device="meta"), ValueError, "must be on cpu"),
     ],
 )
-def test_a_wrong_binding_is_refused(cache: GraphCache, tensor: Any, kind: type[Exception], message: str) -> None:
+def test_a_wrong_binding_is_refused(cache, tensor, kind, message):
     with pytest.raises(kind, match=message):
         cache.bind("logits", tensor)
 
 
-def test_callables_that_share_an_input_must_agree_on_its_layout(cache: GraphCache) -> None:
+def test_callables_that_share_an_input_must_agree_on_its_layout(cache):
     for change in ({"shape": (6,)}, {"dtype": torch.float64}, {"fill": 0.0}):
         other = dataclasses.replace(SPECS["logits"], **change)
         with pytest.raises(ValueError, match="input 'logits' must have one layout"):
@@ -113,7 +111,7 @@ def test_callables_that_share_an_input_must_agree_on_its_layout(cache: GraphCach
         cache.warmup(["other"])
 
 
-def test_a_refused_registration_leaves_no_input_behind(cache: GraphCache) -> None:
+def test_a_refused_registration_leaves_no_input_behind(cache):
     new = {"fresh": BufferSpec((), torch.float32, 0.0)}
     for name, inputs, covers in (("score", new, ()), ("other", {}, ()), ("other", new, ("nobody",))):
         with pytest.raises(ValueError, match="must"):
@@ -122,20 +120,20 @@ def test_a_refused_registration_leaves_no_input_behind(cache: GraphCache) -> Non
         cache.bind("fresh", torch.zeros(8))
 
 
-def test_a_ladder_is_ascending_without_repeats_and_its_sizes_are_ints() -> None:
+def test_a_ladder_is_ascending_without_repeats_and_its_sizes_are_ints():
     ladder = BucketLadder.of(np.array([8, 1, 4, 8, 2]))  # type: ignore[arg-type]
     assert ladder.sizes == (1, 2, 4, 8)
     assert set(map(type, ladder.sizes)) == {int}
 
 
 @pytest.mark.parametrize(("rows", "bucket"), [(0, 2), (2, 2), (3, 4), (8, 8), (9, None)])
-def test_the_bucket_of_a_batch_is_the_smallest_that_holds_it(rows: int, bucket: int | None) -> None:
+def test_the_bucket_of_a_batch_is_the_smallest_that_holds_it(rows, bucket):
     ladder = BucketLadder.of((2, 4, 8))
     assert ladder.bucket_for(rows) == bucket
     assert ladder.at_least(rows) == tuple(size for size in (2, 4, 8) if size >= rows)
 
 
 @pytest.mark.parametrize("sizes", [(), (0,), (4, -1), (2.0,), (True,), 5, None, "12", b"\x01"])
-def test_a_ladder_of_anything_but_positive_integers_is_refused(sizes: object) -> None:
+def test_a_ladder_of_anything_but_positive_integers_is_refused(sizes):
     with pytest.raises(ValueError if type(sizes) is tuple else TypeError, match="integers >= 1, got"):
         BucketLadder.of(sizes)  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from tests.graph_cache.recorded import (
 ROW_BYTES = WIDTH * 4 + 4 + 8
 
 
-def test_replays_in_any_order_of_sizes_equal_the_direct_call(cache: GraphCache, backend: RecordingBackend) -> None:
+def test_replays_in_any_order_of_sizes_equal_the_direct_call(cache, backend):
     order = (8, 1, 5, 2, 6, 8, 3, 1, 7, 4)
     for rows in order:
         tensors = batch(rows)
@@ -33,7 +33,7 @@ def test_replays_in_any_order_of_sizes_equal_the_direct_call(cache: GraphCache, 
     assert backend.num_replays == len(order)
 
 
-def test_strided_and_wider_inputs_and_the_first_rows_of_longer_ones_equal_the_direct_call(cache: GraphCache) -> None:
+def test_strided_and_wider_inputs_and_the_first_rows_of_longer_ones_equal_the_direct_call(cache):
     tensors = batch(3)
     strided = {
         "logits": batch(3, width=9)["logits"].T.contiguous().T,
@@ -45,7 +45,7 @@ def test_strided_and_wider_inputs_and_the_first_rows_of_longer_ones_equal_the_di
     assert same_bits(cache.run("score", longer, rows=3), expected(longer, 3))
 
 
-def test_results_outlive_the_next_run(cache: GraphCache) -> None:
+def test_results_outlive_the_next_run(cache):
     first = batch(4)
     results = cache.run("score", first)
     cache.run("score", batch(4))
@@ -54,9 +54,7 @@ def test_results_outlive_the_next_run(cache: GraphCache) -> None:
 
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("rows", [0, 3, 8, 12])
-def test_out_takes_the_results_and_is_returned(
-    cache: GraphCache, backend: RecordingBackend, rows: int, outer: bool
-) -> None:
+def test_out_takes_the_results_and_is_returned(cache, backend, rows, outer):
     backend.outer = outer
     tensors = batch(rows)
     out = Scores(torch.full((rows,), -1), torch.full((WIDTH, rows), -1.0).T)
@@ -64,9 +62,7 @@ def test_out_takes_the_results_and_is_returned(
     assert same_bits(out, expected(tensors))
 
 
-def test_an_outer_capture_gets_the_callable_on_the_callers_tensors(
-    cache: GraphCache, backend: RecordingBackend, spied: Spied
-) -> None:
+def test_an_outer_capture_gets_the_callable_on_the_callers_tensors(cache, backend, spied):
     backend.outer = True
     tensors = batch(3)
     assert same_bits(cache.run("score", tensors), expected(tensors))
@@ -77,14 +73,14 @@ def test_an_outer_capture_gets_the_callable_on_the_callers_tensors(
     assert backend.num_replays == 1
 
 
-def test_a_batch_without_rows_is_a_direct_call(cache: GraphCache, backend: RecordingBackend) -> None:
+def test_a_batch_without_rows_is_a_direct_call(cache, backend):
     results = cache.run("score", batch(3), rows=0)
     assert (results.best.shape, results.scaled.shape) == ((0,), (0, WIDTH))
     assert backend.num_replays == 0
     assert cache.statistics().fallbacks == {}
 
 
-def test_without_a_backend_the_callable_gets_the_callers_rows_and_nothing_is_prepared(spied: Spied) -> None:
+def test_without_a_backend_the_callable_gets_the_callers_rows_and_nothing_is_prepared(spied):
     cache = cache_of(spied, None)
     cache.warmup(progress=lambda *_: pytest.fail("nothing is captured"))
     tensors = batch(3, width=9)
@@ -96,7 +92,7 @@ def test_without_a_backend_the_callable_gets_the_callers_rows_and_nothing_is_pre
 
 
 @pytest.mark.parametrize("warmed_up_within", [True, False])
-def test_replays_work_in_and_out_of_inference_mode(backend: RecordingBackend, warmed_up_within: bool) -> None:
+def test_replays_work_in_and_out_of_inference_mode(backend, warmed_up_within):
     cache = cache_of(Spied(), backend)
     with torch.inference_mode(warmed_up_within):
         cache.warmup()
@@ -125,7 +121,7 @@ def plain(rows: int) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in batch(rows).items() if name != "shift"}
 
 
-def test_the_smallest_variant_that_is_there_serves_and_one_captured_later_the_next_run(spied: Spied) -> None:
+def test_the_smallest_variant_that_is_there_serves_and_one_captured_later_the_next_run(spied):
     cache = cache_of(spied, RecordingBackend())
     tensors = batch(1)
     assert same_bits(cache.run("score", tensors), expected(tensors))
@@ -142,13 +138,13 @@ def test_the_smallest_variant_that_is_there_serves_and_one_captured_later_the_ne
     assert statistics.fallbacks == {f"score rows=1: {reason}": 1 for reason in reasons}
 
 
-def test_more_rows_than_the_largest_bucket_are_called_directly(cache: GraphCache) -> None:
+def test_more_rows_than_the_largest_bucket_are_called_directly(cache):
     tensors = batch(9)
     assert same_bits(cache.run("score", tensors), expected(tensors))
     assert cache.statistics().fallbacks == {"score rows=9: more rows than the largest bucket 8": 1}
 
 
-def test_a_covering_callable_serves_with_the_missing_input_at_its_fill(backend: RecordingBackend) -> None:
+def test_a_covering_callable_serves_with_the_missing_input_at_its_fill(backend):
     cache = covered_cache(backend)
     cache.warmup(names=["score"])
     cache.run("score", batch(4))  # leaves other values in the input that plain lacks
@@ -168,9 +164,7 @@ def test_a_covering_callable_serves_with_the_missing_input_at_its_fill(backend: 
     ],
     ids=["by order of registration", "a larger bucket of its own first", "covering is not mutual"],
 )
-def test_a_callable_with_fewer_variants_is_served_by_the_first_that_covers_it(
-    backend: RecordingBackend, prepared: dict[str, list[int] | None], asked: str, server: str
-) -> None:
+def test_a_callable_with_fewer_variants_is_served_by_the_first_that_covers_it(backend, prepared, asked, server):
     cache = covered_cache(backend)
     for name, buckets in prepared.items():
         cache.warmup(names=[name], buckets=buckets)
@@ -178,7 +172,7 @@ def test_a_callable_with_fewer_variants_is_served_by_the_first_that_covers_it(
     assert cache.statistics().coverage == {f"{asked} rows=1 -> {server}": 1}
 
 
-def test_a_covering_callable_with_other_results_is_refused_when_it_is_captured(backend: RecordingBackend) -> None:
+def test_a_covering_callable_with_other_results_is_refused_when_it_is_captured(backend):
     class Other(NamedTuple):
         best: Tensor
 
@@ -202,9 +196,7 @@ def test_a_covering_callable_with_other_results_is_refused_when_it_is_captured(b
     ],
     ids=["as many", "more", "what is read in place is not copied", "rows of a bound buffer count", "another stride"],
 )
-def test_a_batch_of_more_bytes_than_are_copied_is_called_directly(
-    backend: RecordingBackend, most: int, rows: int, width: int, bound: str | None, replays: int
-) -> None:
+def test_a_batch_of_more_bytes_than_are_copied_is_called_directly(backend, most, rows, width, bound, replays):
     """A buffer that is bound behind the warm-up has no variant: the rows of the batch alone are copied from it."""
     cache, tensors = GraphCache("cpu", (4,), backend=backend), batch(rows, width)
     cache.register("score", Spied(), SPECS, most_copied=most)
@@ -220,7 +212,7 @@ def test_a_batch_of_more_bytes_than_are_copied_is_called_directly(
     assert (cache.statistics().coverage == {f"score rows={rows} -> direct": 1}) == (replays == 0)
 
 
-def test_a_callable_without_variants_of_its_own_is_replayed_whatever_is_copied(backend: RecordingBackend) -> None:
+def test_a_callable_without_variants_of_its_own_is_replayed_whatever_is_copied(backend):
     cache = covered_cache(backend, most_copied=0)
     cache.warmup(names=["score"])
     tensors = plain(3)

@@ -1,10 +1,12 @@
-"""Generated logits have the shape that their name says, and timed inputs exceed the cache."""
+"""What is timed: logits are as their name says, inputs exceed the cache, phases of a warm-up are told apart."""
 
+import json
 import time
 
 import pytest
 import torch
 
+from tools import warm_up
 from tools.bench.cases import TARGET_VOCAB_SIZE
 from tools.measuring import (
     DISTRIBUTIONS,
@@ -72,3 +74,16 @@ def test_a_queued_step_takes_what_the_gpu_takes_for_it_whatever_the_host_does_be
     found, alone = queued_time_us(slow), queued_time_us(graph.replay)
     assert found == pytest.approx(alone, rel=0.5)
     assert 0.0 < found < 100.0
+
+
+@pytest.mark.full
+def test_two_processes_are_timed_and_the_next_one_compiles_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COMPILED_SAMPLER_PROCESSES", "1")
+    path = tmp_path / "seconds.json"
+    warm_up.main(f"--vocab 300 --rows 2 --modes greedy --device cpu --json {path}".split())
+    first, after = json.loads(path.read_text())["seconds"].values()
+    assert {"listing and the first stage", "runs", "whole process"} <= first.keys()
+    assert {"runs", "whole process"} <= after.keys()
+    assert "other stages" in first
+    assert not {"other stages", "captures"} & after.keys()
+    assert "next process" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""README.md and docs: their generated parts follow the results files, and a stale page is noticed."""
+"""README.md and docs: their generated parts and pictures follow the results files, and a stale page is noticed."""
 
 import json
 import re
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from compiled_sampler.modes import mode_table
-from tools import readme
+from tools import pictures, readme
+from tools.conformance import merged, rendered
+from tools.readme import ROOT
 
 ENVIRONMENT = {
     "device": "Some GPU",
@@ -115,3 +117,54 @@ def test_the_dispatch_picture_names_and_reaches_every_mode() -> None:
 
 def test_the_pages_are_up_to_date() -> None:
     assert readme.main(["--check"]) == 0
+
+
+RESULTS = ROOT / "tools" / "results"
+
+
+def test_every_case_that_has_a_peer_has_a_line() -> None:
+    found = pictures.lines(RESULTS)
+    assert [len(line.rows) for line in found] == [5] * 7 + [3] * 2
+    assert [line.num_drafts for line in found] == [0] * 7 + [3] * 2
+    for line in found:
+        assert list(line.rows) == sorted(line.rows)
+        assert all(floor < us < peer for floor, us, peer in zip(line.floor_us, line.us, line.peer_us, strict=True))
+
+
+def test_the_pictures_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    trees, speed = tmp_path / "trees.png", tmp_path / "folder" / "speed.png"
+    pictures.draw_trees(json.loads((RESULTS / "trees.json").read_text())["records"], trees)
+    pictures.draw(pictures.lines(RESULTS), speed)
+    assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in (trees, speed))
+
+
+def run(target: str, question: str, outcome: str = "passed", device: str = "cpu") -> dict[str, object]:
+    """A run of one question."""
+    answered = {"question": question, "outcome": outcome, "detail": "", "power": "1%", "seconds": 2.0, "repeat": "x"}
+    made = {"target": target, "device": device, "versions": {"torch": "2.0"}, "command": f"ask {question}"}
+    return {**made, "results": [answered]}
+
+
+def test_sections_of_one_target_are_one_column() -> None:
+    (column,) = merged([run("ours", "law.a"), run("ours", "cost.b", "failed")])
+    text = rendered({"runs": [column]})
+    assert "| `law.a` | yes |" in text
+    assert "| `cost.b` | **no** |" in text
+    assert "4 s; `ask law.a; ask cost.b`" in text
+
+
+def test_questions_of_a_section_with_equal_answers_share_a_line() -> None:
+    asked = [run("ours", name) for name in ("law.a", "law.b", "cost.c")]
+    (column,) = merged([*asked, run("ours", "law.d", "not asked")])
+    lines = rendered({"runs": [column]}).splitlines()
+    assert lines[2:5] == ["| `law.a`, `law.b` | yes |", "| `cost.c` | yes |", "| `law.d` | - |"]
+
+
+def test_a_question_that_is_asked_again_has_its_last_answer() -> None:
+    (column,) = merged([run("ours", "law.a", "failed"), run("ours", "law.a")])
+    assert [each["outcome"] for each in column["results"]] == ["passed"]
+
+
+def test_other_targets_and_machines_have_columns_of_their_own() -> None:
+    assert len(merged([run("ours", "law.a"), run("theirs", "law.a"), run("ours", "law.a", device="cuda")])) == 3

@@ -1,12 +1,15 @@
-"""The bounds hold, and the powers that are stated are kept, by simulation; the oracle agrees with that of the tests."""
+"""How many draws a run asks for, by the clock, and what they say: bounds hold and powers are kept, by simulation."""
 
 import dataclasses
+import math
+import re
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import binom
 
-from compiled_sampler.conformance import Params, Semantics
+from compiled_sampler.conformance import FULL, QUICK, Bench, Effort, Outcome, Params, Semantics, ask, bench, chosen
 from compiled_sampler.conformance.evidence import (
     binomial_p_value,
     binomial_power,
@@ -15,6 +18,8 @@ from compiled_sampler.conformance.evidence import (
     multinomial_power,
     rare_power,
 )
+from compiled_sampler.conformance.questions import QUESTIONS
+from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 from tests.oracles import oracle
 
 RUNS, N, ALARM = 4000, 5000, 1e-2
@@ -91,3 +96,81 @@ def test_declared_choices_change_the_law():
     orders = [("top_p", "min_p"), ("min_p", "top_p")]
     counts = [(law(x, params, dataclasses.replace(SEMANTICS, filters=order)) > 0).sum() for order in orders]
     assert counts == [2, 1]
+
+
+MOST = 2**14
+
+
+def sizes(monkeypatch, total, seconds, rate, first_s=0.0, most=MOST):
+    """The sizes of calls on a machine that draws ``rate`` rows a second and compiles first, and what they take."""
+    now = [0.0]
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: now[0])
+    found = []
+    for size in Bench(Race, None, torch.device("cpu"), QUICK).portions(total, most, seconds):
+        now[0] += size / rate + (0.0 if found else first_s)
+        found.append(size)
+    return found, now[0]
+
+
+@pytest.mark.parametrize("total", [1, 100, MOST // 4, MOST, 3 * MOST + 7])
+def test_without_a_clock_they_add_up(monkeypatch, total):
+    for rate in (1e2, 1e12):
+        found, _ = sizes(monkeypatch, total, math.inf, rate)
+        assert sum(found) == total
+        assert 1 <= min(found) <= max(found) <= MOST
+
+
+def test_a_fast_machine_draws_most_of_it_in_the_largest_calls(monkeypatch):
+    found, _ = sizes(monkeypatch, 64 * MOST, 1.0, 1e9)
+    assert (sum(found), found.count(MOST)) == (64 * MOST, 63)
+
+
+def test_the_clock_begins_behind_the_first_call_which_may_compile(monkeypatch):
+    assert sizes(monkeypatch, 64 * MOST, 1.0, 1e5, first_s=50.0)[0] == sizes(monkeypatch, 64 * MOST, 1.0, 1e5)[0]
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e4, 3e4, 1e5, 1e6])
+def test_a_slow_machine_overruns_by_the_smallest_call_and_uses_its_time(monkeypatch, rate):
+    found, took = sizes(monkeypatch, 2**30, 1.0, rate)
+    smallest = MOST // 4 / rate
+    assert 1.0 <= took - found[0] / rate <= 1.0 + smallest
+
+
+def test_single_calls_stay_single_and_no_time_is_one_call(monkeypatch):
+    assert sizes(monkeypatch, 5, 10.0, 1.0, most=1)[0] == [1] * 5
+    assert sizes(monkeypatch, 5 * MOST, 0.0, 1e4)[0] == [MOST // 4]
+
+
+SMALL = Effort(2**10, 2**10, 2**11, 2**9, 1, 100, 1000.0, 1000.0, 1000)
+"""Few draws, which no clock ends."""
+
+RANDOM = {"law.top_p", "law.min_p", "law.mixed_filters", "law.top_p_base", "randomness.serial_top_p"}
+RANDOM |= {"robustness.nan", "robustness.infinity", "verification.counters"}
+"""Questions of rows of which fewer tokens may be kept than the most, and one of two rules instead of three."""
+
+LEFT_OUT = ("law.tail*", "determinism.paths", "determinism.new_process", "determinism.replay", "verification.paths")
+"""Questions that take long, or that the sampler is not asked."""
+
+
+def number(power):
+    return float(re.search(r"\d+(\.\d+)?", power).group())
+
+
+def test_every_question_has_a_power():
+    for effort in (QUICK, FULL):
+        assert all(each.power(effort) for each in QUESTIONS)
+
+
+def test_powers_are_those_of_a_run():
+    bench = Bench(Race, None, torch.device("cpu"), SMALL)
+    left_out = {each.name for each in chosen(LEFT_OUT)}
+    listed_powers = {each.name: each.power(SMALL) for each in QUESTIONS}
+    asked = [each for each in QUESTIONS if each.name not in left_out]
+    results = [result for result in (ask(bench, each) for each in asked) if result.outcome is not Outcome.NOT_ASKED]
+    assert len(results) > 45
+    for each in results:
+        listed = listed_powers[each.question]
+        if each.question in RANDOM:
+            assert 0.5 < number(each.power) / number(listed) <= 1.0, each
+        else:
+            assert each.power == listed, each

@@ -1,7 +1,12 @@
-"""Whatever an adapter does, its question has failed and has a name, and the run goes on."""
+"""The command line, its JSON and exit status, targets, the pytest plugin; whatever an adapter does, a run goes on."""
 
+import contextlib
+import importlib.util
+import io
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,14 +17,227 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiled_sampler.conformance import QUICK, Bench, Outcome, chosen, fresh_process, run
+from compiled_sampler.conformance import QUICK, Bench, Outcome, Semantics, ask, chosen, fresh_process, report, run
 from compiled_sampler.conformance.__main__ import main
+from compiled_sampler.conformance.bench import SHIPPED, find_target
 from compiled_sampler.conformance.fresh_process import NotStarted, call
 from tests.compiled_sampler.conformance.adapters.race_adapter import Race
+from tools import conformance as tool
 
 HERE = "tests.compiled_sampler.conformance"
-RIGHT = f"{HERE}.adapters.race_adapter:Race"
+RIGHT, BROKEN = f"{HERE}.adapters.race_adapter:Race", f"{HERE}.adapters.broken_adapters"
+OF_RIGHT = ["--target", RIGHT, "--device", "cpu"]
 CPU = torch.device("cpu")
+
+
+def asked(target, *names):
+    bench = Bench(target, None, CPU, QUICK)
+    return [ask(bench, each) for each in chosen(names)]
+
+
+def printed(*words):
+    """The exit status of a command, and what it prints."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main(words)
+    return status, out.getvalue(), err.getvalue()
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    """The exit status of a run of a right sampler, what it prints, and its file."""
+    path = tmp_path_factory.mktemp("right") / "run.json"
+    only = ["--only", "robustness.single_token", "--only", "*.impossible"]
+    return *printed("--target", RIGHT, "--device", "cpu", *only, "--json", str(path)), path
+
+
+def test_a_right_sampler_exits_with_0_and_writes_json(right, capsys, tmp_path):
+    status, out, err, path = right
+    assert status == 0
+    assert "2 passed, 0 failed" in out
+    assert [*path.parent.iterdir()] == [path]
+    stored = json.loads(path.read_text())
+    assert [each["outcome"] for each in stored["results"]] == ["passed", "passed"]
+    assert stored["versions"]["torch"] == torch.__version__
+    assert stored["command"].endswith("--only robustness.single_token --only '*.impossible'")
+    declared = stored["semantics"]
+    assert declared["filters"] == ["top_k", "top_p", "min_p"]
+    assert declared["seed_range"] == [-(2**63), 2**64 - 1]
+    assert declared["rules"] == ["match", "rejection"]
+    assert all(each["began"] >= 0.0 for each in stored["results"])
+    end = max(each["began"] + each["seconds"] for each in stored["results"])
+    assert f"not asked; {end:.1f} s;" in out
+    pattern = r"[12]/2 (verification.impossible|robustness.single_token) passed \d+\.\d s, from \d+\.\d s on"
+    lines = err.splitlines()  # no terminal: a line for each question
+    assert all(re.fullmatch(pattern, line) for line in lines), lines
+    assert [line[:3] for line in lines] == ["1/2", "2/2"]
+    assert tool.main([str(path), "--json", str(tmp_path / "table.json")]) == 0
+    assert "| `robustness.single_token` | yes |" in capsys.readouterr().out
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    path = tmp_path / "run.json"
+    report.store(path, "old")
+    monkeypatch.setattr(report.Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("planted")))
+    with pytest.raises(OSError, match="planted"):
+        report.store(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_probabilities_that_are_no_numbers_are_failures():
+    class Nothing(Race):
+        def probs(self, logits, params):
+            return super().probs(logits, params) * torch.nan
+
+        def logprobs(self, logits, params, token_ids):
+            return super().logprobs(logits, params, token_ids) * torch.nan
+
+    results = asked(Nothing, "law.probs", "law.logprobs")
+    assert [each.outcome for each in results] == [Outcome.FAILED] * 2
+    assert "the largest error is nan" in results[0].detail
+
+
+def test_a_fault_exits_with_1_and_names_the_row_and_a_command_that_finds_it_again():
+    words = ["--only", "determinism.paths", "--rows", "1500", "--seed", "3"]
+    status, out, _ = printed("--target", f"{BROKEN}:PathOfOneBit", "--device", "cpu", *words)
+    assert status == 1
+    assert "one bit: " in out
+    assert "seed 1, position" in out
+    command = next(line.strip() for line in out.splitlines() if line.startswith("  python -m"))
+    assert command.endswith("--quick --rows 1500 --seed 3")
+    status, again, _ = printed(*shlex.split(command)[3:])
+    assert (status, again.splitlines()[-4:-1]) == (1, out.splitlines()[-4:-1])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "error: "),
+        (["--target", "nothing"], "error: "),
+        (["--target", "no.such:Thing"], "error: "),
+        (["--target", RIGHT, "--only", "nothing"], "error: "),
+        (["--target", RIGHT, "--device", "abacus"], "error: "),
+        (["--target", f"{BROKEN}:DeclaresDict"], "error: "),
+        ([*OF_RIGHT, "--json", "."], "is a folder"),
+        ([*OF_RIGHT, "--json", "nowhere/run.json"], "error: "),
+        ([*OF_RIGHT, "--rows", "0"], "--rows must be at least 1, got 0"),
+        ([*OF_RIGHT, "--rows", "-3"], "--rows must be at least 1, got -3"),
+        ([*OF_RIGHT, "--limit", "0"], "--limit must be seconds above 0, up to 1000000, got 0.0"),
+        ([*OF_RIGHT, "--limit", "inf"], "--limit must be seconds above 0, up to 1000000, got inf"),
+        ([*OF_RIGHT, "--limit", "nan"], "--limit must be seconds above 0, up to 1000000, got nan"),
+        ([*OF_RIGHT, "--limit", "1e7"], "--limit must be seconds above 0, up to 1000000, got 10000000.0"),
+        pytest.param(
+            ["--target", "flashinfer", "--device", "cpu", "--only", "law.greedy"],
+            "No module named 'flashinfer'",
+            marks=pytest.mark.skipif(importlib.util.find_spec("flashinfer") is not None, reason="it is installed"),
+        ),
+    ],
+    ids=lambda value: " ".join(value[-2:]) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_asked_exits_with_2_and_says_why(words, message, capsys):
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_of_which_no_question_is_asked_exits_with_2(capsys):
+    assert main(["--target", RIGHT, "--device", "cpu", "--only", "cost.host_time"]) == 2
+    assert "0 passed, 0 failed, 1 not asked" in capsys.readouterr().out
+
+
+def test_questions_are_listed(capsys):
+    assert main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == len(chosen())
+    assert "1.51%" in printed
+    assert main(["--list", "--full", "--rows", "1000000"]) == 0
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert "total variation 0.38%" in lines["law.no_filter"]
+    assert "one in 217147 rows" in lines["determinism.paths"]
+
+
+def test_an_adapter_that_raises_fails_every_question_and_the_run_goes_on():
+    class Raises(Race):
+        def sample(self, logits, params, seeds, positions):
+            raise RuntimeError("device-side assert\nmore")
+
+    results = asked(Raises, "law.greedy", "determinism.twice", "robustness.empty_batch")
+    assert [each.outcome for each in results] == [Outcome.FAILED] * 3
+    assert results[0].detail == "raised RuntimeError: device-side assert"
+
+    def cannot_be_made(vocab_size, device):
+        raise RuntimeError("no memory")
+
+    cannot_be_made.semantics = Semantics()
+    assert [each.outcome for each in asked(cannot_be_made, "law.greedy")] == [Outcome.FAILED]
+
+
+@pytest.mark.parametrize("tokens", [lambda n: [0] * n, lambda n: torch.zeros(n), lambda n: torch.zeros(n, 1).long()])
+def test_what_are_no_tokens_is_a_failure_that_says_so(tokens):
+    class Odd(Race):
+        def sample(self, logits, params, seeds, positions):
+            return tokens(len(logits))
+
+    (result,) = asked(Odd, "law.greedy")
+    assert result.outcome is Outcome.FAILED
+    assert "must return an integer tensor" in result.detail
+
+
+def test_an_id_out_of_range_is_named_with_its_row():
+    class Beyond(Race):
+        def sample(self, logits, params, seeds, positions):
+            return super().sample(logits, params, seeds, positions) + (positions == 3) * 100
+
+    (result,) = asked(Beyond, "law.greedy")
+    assert result.outcome is Outcome.FAILED
+    assert "row 3, Params(temperature=0.0" in result.detail
+
+
+def test_choices_are_not_failures():
+    class Chooses(Race):
+        semantics = Semantics(seeds="none", unsupported=frozenset({"top_k", "min_p"}), dtypes=(), unseeded=False)
+
+    names = ["law.top_k", "law.16_bits", "determinism.twice", "randomness.seed_1", "randomness.unseeded"]
+    assert {each.outcome for each in asked(Chooses, *names)} == {Outcome.NOT_ASKED}
+
+
+def test_drafts_that_no_rule_takes_are_not_asked_of():
+    class Refuses(Race):
+        semantics = Semantics(rules=("rejection",), draft_kinds=("one_hot",))
+
+        def verify(self, *arguments):
+            raise ValueError("no such drafts")
+
+    names = ["verification.drawn", "verification.impossible_drawn"]
+    assert {each.outcome for each in asked(Refuses, *names)} == {Outcome.NOT_ASKED}
+    assert {each.outcome for each in asked(Refuses, "verification.one_hot")} == {Outcome.FAILED}
+
+    class TakesLaws(Refuses):
+        semantics = Semantics(rules=("rejection",), draft_kinds=("probabilities",))
+
+    assert {each.outcome for each in asked(TakesLaws, "verification.out_of_range")} == {Outcome.NOT_ASKED}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_targets_are_found(name):
+    assert isinstance(find_target(name).semantics, Semantics)
+
+
+def asked_by_pytest(adapter, *words):
+    """What pytest prints that asks an adapter."""
+    plugin = ["-p", "compiled_sampler.conformance.pytest_plugin", "--pyargs", "compiled_sampler.conformance.suite"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", "/dev/null", *plugin]
+    ran = subprocess.run([*command, "--sampler-adapter", adapter, *words], capture_output=True, text=True)
+    assert ran.returncode != 0
+    return ran.stdout + ran.stderr
+
+
+def test_the_plugin_asks_a_question_a_test_and_refuses_rows_as_the_command_does():
+    only = ["--sampler-only", "determinism.t*", "--sampler-only", "determinism.replay"]
+    printed = asked_by_pytest(f"{BROKEN}:Stateful", "--sampler-device", "cpu", *only, "--sampler-rows", "1500")
+    for part in ("1 failed, 1 skipped", "the second call: ", "--quick --rows 1500"):
+        assert part in printed
+    assert "--sampler-rows must be at least 1, got 0" in asked_by_pytest(RIGHT, "--sampler-rows", "0")
 
 
 class Leaves(Race):

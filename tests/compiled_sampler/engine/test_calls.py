@@ -1,6 +1,7 @@
-"""Calls like one that was checked run without a check: the same tokens, and still every wrong argument is refused."""
+"""Calls like one that was checked run without a check: the same tokens, whatever is new about them."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -10,16 +11,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
-from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine import calls
 from compiled_sampler.engine.calls import Calls
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering.inductor import layout_guards
 from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
-from tests.builders.sampler import replay_recordings, same
+from tests.builders.sampler import holding, new_outputs, same
 
-V, R = 300, 4
+V, R, K = 300, 4, 3
 PARAMS = [
     SamplingParams(seed=1, temperature=0.0),
     SamplingParams(seed=2, top_k=20, top_p=0.9),
@@ -31,24 +31,8 @@ PARAMS = [
 def sampler_of(backend: str, slots: int = R, probabilities: bool = False) -> Sampler:
     """Holds the requests; with the backend "graph" it replays recorded variants without a device."""
     ways = [Verification("rejection", 1)] if probabilities else []
-    made = Sampler(
-        V,
-        slots,
-        backend="eager" if backend == "graph" else backend,
-        buckets=[1, 2, R],
-        verifications=ways,
-        probabilities=probabilities,
-    )
-    if backend == "graph":
-        replay_recordings(made)
-        made.warmup()
-    for params in PARAMS:
-        made.add_request(params)
-    return made
-
-
-def new_out(rows: int = R) -> SampleOutputs:
-    return SampleOutputs(torch.full((rows,), 7), torch.full((rows,), 7, dtype=torch.int32))
+    made = Sampler(V, slots, backend="eager", buckets=[1, 2, R], verifications=ways, probabilities=probabilities)
+    return holding(made, backend, PARAMS, None)
 
 
 @pytest.fixture(params=["eager", "graph"])
@@ -62,41 +46,13 @@ def reference() -> Sampler:
 
 
 def test_what_was_asked_before_is_not_checked_again(sampler, monkeypatch):
-    plan, logits, positions, out = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), new_out()
+    plan, logits, positions, out = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), new_outputs(R)
     sampler.sample(plan, logits, positions, out)
     monkeypatch.setattr("compiled_sampler.engine.sampler.check_logits", lambda *_: 1 / 0)
     sampler.sample(plan, logits, positions, out)
     sampler.sample(sampler.plan([3, 2, 1, 0]), logits[:], positions.view(R), out)
     with pytest.raises(ZeroDivisionError):
         sampler.sample(plan, logits.clone(), positions, out)
-
-
-WRONG: dict[str, tuple[Callable[[Tensor, Tensor, SampleOutputs], tuple[object, object, object]], type[Exception]]] = {
-    "narrow rows": (lambda x, p, o: (x[:, :-1], p, o), ValueError),
-    "a column stride": (lambda x, p, o: (x.view(-1).as_strided((R, V), (1, R)), p, o), ValueError),
-    "no logits": (lambda x, p, o: (None, p, o), TypeError),
-    "a list of logits": (lambda x, p, o: (x.tolist(), p, o), TypeError),
-    "positions of another dtype": (lambda x, p, o: (x, p.view(torch.int16)[:R], o), TypeError),
-    "fewer positions": (lambda x, p, o: (x, p[:2], o), ValueError),
-    "a tuple of positions": (lambda x, p, o: (x, (p,), o), TypeError),
-    "a tuple of positions for new outputs": (lambda x, p, o: (x, (p,), None), TypeError),
-    "a plain tuple": (lambda x, p, o: (x, p, tuple(o)), TypeError),
-    "tokens of 16 bits": (lambda x, p, o: (x, p, o._replace(token_ids=o.token_ids.view(torch.int16)[:R])), TypeError),
-    "no tokens": (lambda x, p, o: (x, p, o._replace(token_ids=None)), TypeError),
-    "fewer outputs": (lambda x, p, o: (x, p, SampleOutputs(o.token_ids[:2], o.status[:2])), ValueError),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_argument_is_refused_after_right_ones(sampler, wrong):
-    plan, logits, positions, out = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), new_out()
-    wanted = [each.clone() for each in tensors_of(sampler.sample(plan, logits, positions, out))]
-    sampler.sample(plan, logits, positions)
-    change, error = WRONG[wrong]
-    for _ in range(2):
-        with pytest.raises(error, match="must"):
-            sampler.sample(plan, *change(logits, positions, out))
-    assert same(sampler.sample(plan, logits, positions, out), SampleOutputs(*wanted))
 
 
 @pytest.mark.parametrize("checked", [True, False], ids=["guards", "public functions"])
@@ -184,6 +140,53 @@ def test_one_row_may_have_any_strides(reference):
     assert same(found.drawn, drafted.drawn)
     assert torch.equal(sampler.probs(plan, logits), reference.probs(own, logits))
     assert sampler.statistics().direct_runs == 0
+
+
+# Drafts.
+
+
+def drafting_sampler(
+    backend: str,
+    cached: bool = False,
+    requests: Sequence[SamplingParams] = PARAMS,
+    modes: Sequence[str] | None = ("full",),
+) -> Sampler:
+    ways = [Verification("rejection", K, "cache" if cached else "logits")]
+    given = {"draft_cache_len": K if cached else 0, "history_len": 16}
+    return holding(
+        Sampler(V, 8, backend="eager", buckets=[2, 5], verifications=ways, **given), backend, requests, modes
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "graph"])
+def test_modes_and_edits_of_other_batches_are_told_apart(backend):
+    """With the same tensors: requests that are greedy, that draw, that are biased, in turns."""
+    given = {"temperature": 0.0}, {}, {"logit_bias": {7: 100.0}}
+    requests = [SamplingParams(seed=seed, **each) for each in given for seed in range(2)]
+    sampler, logits, where = drafting_sampler(backend, False, requests, None), torch.randn(2, V), torch.arange(2)
+    for coupled in (False, True):
+        for slots in ([0, 1], [2, 3], [4, 5], [2, 3], [0, 1], [4, 5]) * 2:
+            found, fresh = (
+                sampler.draft(sampler.plan(slots), logits, where, coupled),
+                drafting_sampler("eager", False, requests),
+            )
+            assert torch.equal(found.token_ids, fresh.draft(fresh.plan(slots), logits, where, coupled).token_ids)
+            assert (slots != [4, 5]) or found.token_ids.tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("field", ["draft_counts", "cumulative_drafts"])
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "graph"])
+def test_plans_whose_counts_are_buffers_draft_too(backend, cached, field, monkeypatch):
+    sampler, fresh = drafting_sampler(backend, cached), drafting_sampler("eager")
+    counts = torch.tensor([3, 2, 0, 1]) if field == "draft_counts" else torch.tensor([3, 5, 5, 6])
+    logits, where = torch.randn(R, V), torch.arange(R)
+    wanted = [fresh.draft(fresh.plan(range(R), "full"), logits, where, c).drawn for c in (True, False)]
+    for repeat in range(3):
+        plan = replace(sampler.plan(range(R), "full", num_drafts=[K, K - repeat, K, K]), **{field: counts})
+        assert same(sampler.draft(plan, logits, where, True).drawn, wanted[0])
+        assert same(sampler.draft(plan, logits, where, False).drawn, wanted[1])
+        monkeypatch.setattr("compiled_sampler.engine.sampler.check_logits", lambda *_: 1 / 0)  # not asked again
 
 
 # Uploads of added requests.

@@ -5,9 +5,9 @@ What it may still change stands in ``docs/limits.md``: ``min_p`` 1, and races of
 
 import contextlib
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from tests.oracles import oracle
 from tests.tiers import tiers
 
 N, WIDTH = 8, 2
-Result = TypeVar("Result")
 BACKENDS = ["eager", "compiled", "reference"]
 KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "denormals": lambda bits: bits,
@@ -61,15 +60,6 @@ def flushing(flushes: bool) -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
-
-
-def in_thread(function: Callable[[], Result]) -> Result:
-    """What a function returns in a thread of its own."""
-    results: list[Result] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 def rows(count: int, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -120,7 +110,8 @@ def assert_in_no_mode_different(wanted: Any, run: Callable[[], Any]) -> None:
 
     for flushes in (True, False):
         assert equal(moded(flushes), wanted)
-        assert equal(in_thread(lambda flushes=flushes: moded(flushes)), wanted)  # type: ignore[misc]
+        with ThreadPoolExecutor(1) as another:
+            assert equal(another.submit(moded, flushes).result(), wanted)
 
 
 @pytest.mark.parametrize(("backend", "batch", "kind"), tiers(FIRST_TIER, itertools.product(BACKENDS, BATCHES, KINDS)))

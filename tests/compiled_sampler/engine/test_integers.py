@@ -13,7 +13,16 @@ from compiled_sampler import Plan, SampleOutputs, Sampler, SamplingParams, Verif
 from compiled_sampler.batch import SampleInputs, tensors_of
 from compiled_sampler.engine.step_executor import in_int64
 from compiled_sampler.modes import RULES
-from tests.builders.sampler import SHARED_SLOTS, Outputs, nothing_compiles, same, verifying_sampler
+from tests.builders.sampler import (
+    SHARED_SLOTS,
+    Outputs,
+    new_outputs,
+    new_verified,
+    normal_rows,
+    nothing_compiles,
+    same,
+    verifying_sampler,
+)
 from tests.builders.sampler import V as SHARED_V
 from tests.tiers import tiers
 
@@ -44,7 +53,7 @@ def sampler(request: pytest.FixtureRequest) -> Sampler:
 
 
 def logits_of(rows: int, seed: int = 0) -> Tensor:
-    return 2.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
+    return normal_rows(rows, V, seed)
 
 
 def drafts_of(width: int = K) -> Tensor:
@@ -155,10 +164,10 @@ def masked_logits(rows: int, seed: int = 0) -> Tensor:
     return made
 
 
-def outputs(kind: type, rows: int, *dtypes: torch.dtype) -> Any:
+def outputs(kind: type, *dtypes: torch.dtype) -> Any:
     """Tensors for results, which hold what no result is; those of ``VerifyOutputs`` for K drafts."""
-    shapes = [(rows, K + 1), *[(rows,)] * 4] if kind is VerifyOutputs else [(rows,)] * 2
-    return kind(*map(lambda shape, dtype: torch.full(shape, -7, dtype=dtype), shapes, (*dtypes, torch.int32)))
+    empty = tensors_of(new_verified(N, K) if kind is VerifyOutputs else new_outputs(N))
+    return kind(*map(Tensor.to, empty, (*dtypes, torch.int32)))
 
 
 def holds(out: Any, wanted: Any) -> bool:
@@ -173,7 +182,7 @@ def holds(out: Any, wanted: Any) -> bool:
 def test_tokens_of_32_bits(sampler, dtype):
     plan, where = sampler.plan([3, 0, -1, 2, 4], "full"), torch.arange(N)
     for seed in range(3):
-        out = outputs(SampleOutputs, N, dtype)
+        out = outputs(SampleOutputs, dtype)
         assert sampler.sample(plan, masked_logits(N, seed), where, out) is out
         assert (out.token_ids.dtype, out.status.dtype) == (dtype, torch.int32)
         wanted = sampler.sample(plan, masked_logits(N, seed), where)
@@ -190,7 +199,7 @@ def test_tokens_and_counts_of_32_bits_in_any_mixture(sampler, rule, width):
     drafts[:, 0] = sampler.verify(plan, logits, drafts, where).token_ids[:, 0]
     wanted = sampler.verify(plan, logits, drafts, where, rule)
     for dtypes in MIXTURES:
-        out = outputs(VerifyOutputs, N, *dtypes)
+        out = outputs(VerifyOutputs, *dtypes)
         out = out._replace(token_ids=out.token_ids[:, : width + 1])  # strided for fewer drafts
         assert sampler.verify(plan, logits, drafts, where, rule, out=out) is out
         assert [each.dtype for each in tensors_of(out)] == [*dtypes, torch.int32]

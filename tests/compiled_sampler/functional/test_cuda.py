@@ -13,8 +13,16 @@ from compiled_sampler.functional import probs, sample, verify
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.builders.sampler import REQUESTS, V, same
 from tests.compiled_sampler.core.test_arithmetic import shares
-from tests.compiled_sampler.functional.test_sampling import NAMES, PARAMS, columns, noise, rows
-from tests.compiled_sampler.functional.test_verification import COUNTS, PARAMS_HERE, batch
+from tests.compiled_sampler.functional.test_functions import (
+    COUNTS,
+    NAMES,
+    PARAMS,
+    PARAMS_HERE,
+    batch,
+    columns,
+    noise,
+    rows,
+)
 from tests.no_waits import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]

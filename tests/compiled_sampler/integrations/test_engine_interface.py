@@ -24,12 +24,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     "source",
-    [
-        None,
-        "x = 1",
-        "class Drawer: pass",
-        "class Drawer:\n    def draw(self, rows): pass",
-    ],
+    [None, "x = 1", "class Drawer: pass", "class Drawer:\n    def draw(self, rows): pass"],
     ids=["no module", "no class", "no method", "other parameters"],
 )
 def test_what_an_engine_lacks_is_a_difference(engine: Path, source: str | None) -> None:

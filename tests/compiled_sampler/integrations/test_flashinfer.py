@@ -257,11 +257,7 @@ def rows(*tokens: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
     ("wanted", "tokens", "accepted", "emitted"),
-    [
-        ((100, 200, 777), [100, 200, 777], 2, 2),
-        ((5, 200, 777), [5, -1, -1], 1, 0),
-        ((100, 3, 777), [100, 3, -1], 1, 1),
-    ],
+    [((100, 200, 777), [100, 200, 777], 2, 2), ((5, 200, 777), [5, -1, -1], 1, 0), ((100, 3, 777), [100, 3, -1], 1, 1)],
     ids=["the bonus token is not emitted there", "a match behind a rejection is accepted there", "rejected"],
 )
 def test_counts_of_drafts_are_those_of_flashinfer_and_are_added_to_what_is_given(

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -20,29 +20,17 @@ from compiled_sampler.edits.recording import DrawEnds
 from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.comparison import KINDS, difference, hard_rows, outcome
 from compiled_sampler.lowering.compiled_stages import COMPARISON_VARIABLE, CompiledStages, StageWarning
-from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.passes import min_k, p_less_and_xtc, top_n_sigma, typical_p
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.race import first_from_blocks
 from tests.builders import custom_edits, edit_states
-from tests.builders.sampler import REQUESTS, V, drawn, same, shared_sampler
+from tests.builders.sampler import REQUESTS, V, drawn, same, shared_sampler, stages_stay_eager
 
 USERS = {**custom_edits.EDITS, **edit_states.EDITS}
 pytestmark = [
     pytest.mark.filterwarnings("ignore::compiled_sampler.lowering.inductor.versions.UnknownTorchWarning"),
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),  # torch's own, passed on by pytest.warns
 ]
-
-
-def stand_in(monkeypatch: pytest.MonkeyPatch, wrong: Mapping[Any, Any]) -> None:
-    """Every stage is eager torch's instead of a compiled one, but for some, which do otherwise."""
-
-    def made(code: StageCode, *_: Any, **__: Any) -> Any:
-        run: Any = partial(wrong.get(code.stage, code.stage), **code.static)
-        run.guard_check, run.disable_guard_check = (lambda *tensors: True), (lambda: None)
-        return run
-
-    monkeypatch.setattr(StageCode, "found_or_compiled", made)
 
 
 def off_by_one_bit(*tensors: Any, **static: Any) -> Any:
@@ -52,9 +40,10 @@ def off_by_one_bit(*tensors: Any, **static: Any) -> Any:
 
 
 @pytest.fixture
-def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+def planted() -> Iterator[None]:
     """A stage is compiled wrongly."""
-    stand_in(monkeypatch, {first_from_blocks: off_by_one_bit})
+    with stages_stay_eager({first_from_blocks: off_by_one_bit}):
+        yield
 
 
 @pytest.fixture
@@ -146,22 +135,16 @@ IDLE: dict[str, dict[Callable[..., Any], Callable[..., Any]]] = {
         recording.with_finished: partial(without_entries, recording.with_finished),
         recording.cut_at_stop: partial(without_entries, recording.cut_at_stop),
     },
-    "top_n_sigma": {
-        top_n_sigma.longest_kept: lambda sums, row_max, *rest: torch.full_like(row_max, torch.inf),
-    },
+    "top_n_sigma": {top_n_sigma.longest_kept: lambda sums, row_max, *rest: torch.full_like(row_max, torch.inf)},
     "min_k": {
-        min_k.cliff_logit: lambda ordered, *rest: torch.full_like(ordered[:, 0], -torch.inf, dtype=torch.float32),
+        min_k.cliff_logit: lambda ordered, *rest: torch.full_like(ordered[:, 0], -torch.inf, dtype=torch.float32)
     },
-    "p_less": {
-        p_less_and_xtc.p_less_cut: lambda sums, row_max, *rest: torch.zeros_like(row_max, dtype=torch.int64),
-    },
-    "typical_p": {
-        typical_p.with_digit: lambda search, masses: search,
-    },
+    "p_less": {p_less_and_xtc.p_less_cut: lambda sums, row_max, *rest: torch.zeros_like(row_max, dtype=torch.int64)},
+    "typical_p": {typical_p.with_digit: lambda search, masses: search},
     "xtc": {
         p_less_and_xtc.top_choice_mass: lambda sums, row_max, *rest: torch.full_like(
             row_max, 2**63 - 1, dtype=torch.int64
-        ),
+        )
     },
     **{name: {custom.customized: logits_alone} for name in USERS},
 }
@@ -182,8 +165,7 @@ def prepared(*edits: str, slots: int = 5) -> Sampler:
 def found(monkeypatch: pytest.MonkeyPatch, sampler: Sampler, idle: Mapping[Any, Any]) -> set[str]:
     """Stages that a warm-up finds to differ, where some are idle and all others those of eager torch."""
     monkeypatch.setenv(COMPARISON_VARIABLE, "1")
-    stand_in(monkeypatch, idle)
-    with warnings.catch_warnings():
+    with stages_stay_eager(idle), warnings.catch_warnings():
         warnings.simplefilter("ignore", StageWarning)
         sampler.warmup(modes=["greedy"])
     return {*sampler.statistics().lowering.eager_stages}
@@ -261,15 +243,15 @@ def test_results_are_compared_bit_for_bit(found, wanted, why):
 
 def test_after_a_warmup_a_stage_that_was_called_before_is_compared_at_its_next_call(monkeypatch):
     """As ``functional.warmup`` leaves it, which lists no steps."""
-    stand_in(monkeypatch, {})
     monkeypatch.setenv(COMPARISON_VARIABLE, "1")
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
-    stages, logits = CompiledStages(), torch.randn(3, V)
-    eager = stages(order_maxima, logits, vocab_size=V, block=64, by_bits=False)
-    with stages.precompiling(torch.device("cpu")):
-        pass
-    with mock.patch.object(compiled_stages, "fault", wraps=compiled_stages.fault) as comparing:
-        for _ in range(2):
-            assert difference(stages(order_maxima, logits, vocab_size=V, block=64, by_bits=False), eager) == ""
+    stages = CompiledStages()
+    run = partial(stages, order_maxima, torch.randn(3, V), vocab_size=V, block=64, by_bits=False)
+    with stages_stay_eager():
+        eager = run()
+        with stages.precompiling(torch.device("cpu")):
+            pass
+        with mock.patch.object(compiled_stages, "fault", wraps=compiled_stages.fault) as comparing:
+            assert difference((run(), run()), (eager, eager)) == ""
     assert comparing.call_count == 1
     assert not stages.status().eager_stages

@@ -2,22 +2,22 @@
 
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams
+from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.exact.threshold import order_keys
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
 from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.passes.candidates import all_coarser
-from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, held, nothing_compiles, same, shared_sampler
+from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, drawn, held, nothing_compiles, same, shared_sampler
 
 
 class Pair(NamedTuple):
@@ -41,29 +41,17 @@ def relative(x: Tensor, t: Tensor) -> Tensor:
     return (y - y.amax(-1, keepdim=True)) * x + t
 
 
-class Compilations:
-    """Counts the calls of ``torch.compile`` and keeps their options."""
-
-    def __init__(self) -> None:
-        self.options: list[dict[str, Any]] = []
-        self._compile = torch.compile
-
-    def __call__(self, stage: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        """As ``torch.compile``."""
-        self.options.append(options)
-        return self._compile(stage, **options)
-
-
 @pytest.fixture
-def compilations(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compilations]:
+def compiling() -> Iterator[mock.Mock]:
     """Every use of ``torch.compile`` during the test, without what earlier processes left on disk."""
-    counted = Compilations()
-    monkeypatch.setattr(torch, "compile", counted)
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        yield counted
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        mock.patch.object(torch, "compile", wraps=torch.compile) as calls,
+    ):
+        yield calls
 
 
-def test_one_row_and_many_are_compiled_apart_and_no_more(compilations):
+def test_one_row_and_many_are_compiled_apart_and_no_more(compiling):
     run = CompiledStages()
     for rows in (4, 1):
         run(multiplied, torch.randn(rows, 5), factor=2)
@@ -71,7 +59,7 @@ def test_one_row_and_many_are_compiled_apart_and_no_more(compilations):
         for rows in (1, 2, 3, 5, 33, 1000, 1):
             x = torch.randn(rows, 5)
             assert torch.equal(run(multiplied, x, factor=2), x * 2)
-    assert len(compilations.options) == 2
+    assert compiling.call_count == 2
 
 
 @pytest.mark.parametrize("x", [torch.randn(4, 12)[:, :5], torch.randn(5, 4).T, torch.randn(1, 5).expand(4, 5)])
@@ -96,13 +84,14 @@ def test_the_callers_tensors_are_not_marked():
     assert vars(x) == attributes
 
 
-def test_options_are_passed_and_the_global_ones_left_alone(compilations):
+def test_options_are_passed_and_the_global_ones_left_alone(compiling):
     before = torch._inductor.config.get_config_copy()
     CompiledStages()(multiplied, torch.randn(3, 5), factor=2)
     options = {**EXACT_OPTIONS, "triton.enable_pdl": False}  # whatever the environment says
-    assert compilations.options == [{"fullgraph": True, "dynamic": False, "options": options}]
+    assert compiling.call_args.kwargs == {"fullgraph": True, "dynamic": False, "options": options}
     CompiledStages()(all_coarser, torch.zeros(3, 5, dtype=torch.int32), ratio=2)
-    assert compilations.options[1]["options"]["triton.enable_pdl"]
+    assert compiling.call_args.kwargs["options"]["triton.enable_pdl"]
+    assert compiling.call_count == 2
     assert torch._inductor.config.get_config_copy() == before
 
 
@@ -147,13 +136,7 @@ def test_a_warm_sampler_compiles_nothing(state):
             with nothing_compiles(), state():
                 logits = torch.randn(rows, V)
                 out = sampler.sample(sampler.plan([slot] * rows), logits, torch.arange(rows))
-            assert same(out, reference(name, logits.clone()))
-
-
-def reference(name: str, logits: Tensor) -> SampleOutputs:
-    sampler = shared_sampler(V, backend="eager")
-    with held(sampler, [REQUESTS[name]]) as (slot,):
-        return sampler.sample(sampler.plan([slot] * len(logits)), logits, torch.arange(len(logits)))
+            assert same(out, drawn(shared_sampler(V, backend="eager"), [REQUESTS[name]] * rows, logits.clone()))
 
 
 def test_warmup_reports_every_stage_it_compiles_and_every_mode_it_runs(monkeypatch):
@@ -202,11 +185,11 @@ def test_a_warmup_whose_stages_are_on_disk_loads_chains_that_no_row_of_its_needs
             sampler.sample(plan, torch.zeros(9, V), torch.arange(9))
 
 
-def test_an_eager_sampler_compiles_nothing(compilations):
+def test_an_eager_sampler_compiles_nothing(compiling):
     sampler = shared_sampler(V, backend="eager")
     sampler.warmup()
-    reference("full", torch.randn(2, V))
-    assert compilations.options == []
+    drawn(sampler, [REQUESTS["full"]] * 2, torch.randn(2, V))
+    assert not compiling.called
 
 
 def test_a_call_made_before_a_warm_up_runs_compiled_after_it(monkeypatch):

@@ -7,17 +7,15 @@ from unittest import mock
 import pytest
 import torch
 
-from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.lowering.compiling import stage_code
 from compiled_sampler.lowering.stages.tuning import StageTuning, Tile, tuning_of
-from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.candidates import all_coarser, rank
 from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.race import race_maxima
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS
-from tests.builders.inputs import slot_table
-from tests.for_a_gpu import tiles
+from tests.for_a_gpu import rows_of_one_request, tiles
 from tests.tiers import tiers
 from tools.kernels.launches import for_a_gpu, generated
 from tools.kernels.steps import step_of
@@ -56,14 +54,13 @@ def test_kernels_have_the_tiles_of_the_table(what):
 
 def test_a_single_row_has_tiles_of_its_own():
     assert tuning_of(race_maxima).tile_of_one_row == Tile(256, 1)
-    table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(1, dtype=torch.int64)
-    rows = gather_rows(RowSlots(table, slots, slots), stream=0)
+    rows = gather_rows(rows_of_one_request(1, 2000), stream=0)
     assert tiles_of(race_maxima, torch.randn(1, 2000), rows, None, None, vocab_size=2000, block=256) == [("2", "1")]
 
 
 def test_a_few_rows_have_their_blocks_weighed_each_alone(monkeypatch):
-    table, slots = slot_table([SamplingParams(seed=1)] * 2, 2000), torch.zeros(2, dtype=torch.int64)
-    tensors = torch.randn(2, 2000), slots, torch.zeros(2, 2, dtype=torch.int32), RowSlots(table, slots, slots)
+    row_slots = rows_of_one_request(2, 2000)
+    tensors = torch.randn(2, 2000), row_slots.slots, torch.zeros(2, 2, dtype=torch.int32), row_slots
     static = {"vocab_size": 2000, "block": 1024, "filters_min_p": False}
     assert tuning_of(unfiltered_weights).tile == Tile(1024, 1)
     monkeypatch.setattr(StageTuning, "rows_hint", lambda *_: LARGE_ROWS)

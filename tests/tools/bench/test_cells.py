@@ -1,4 +1,4 @@
-"""Cells: stored and read back, set beside stored times of peers for the same job, and shown in words."""
+"""Cells: stored and read back, set beside times of peers for the same job, shown in words, and as multiples of ours."""
 
 import dataclasses
 import json
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import __main__ as bench
+from tools.bench.__main__ import main
 from tools.bench.cases import CASES, TARGET_DTYPE, TARGET_VOCAB_SIZE, VERIFY_CASES
 from tools.bench.cells import (
     Cell,
@@ -20,6 +21,7 @@ from tools.bench.cells import (
     tables_of,
     with_peers,
 )
+from tools.bench.sharded import table_of
 
 CELL = Cell("greedy", "greedy", 8, 0, 1000, "float32", "peaked", 4.5, 1.25, "bytes", 2)
 TIMES = [("slow", 9.0, False), ("fast", 6.5, False), ("wrong", 1.0, True)]
@@ -84,3 +86,25 @@ def test_cells_survive_the_file_where_a_later_run_replaces_them_unless_it_is_of_
     assert merged(stored(str(path), ENVIRONMENT), [newer]) == [newer, other]
     with pytest.raises(ValueError, match="same commit"):
         stored(str(path), ENVIRONMENT | {"commit": "y"})
+
+
+def test_it_says_that_torchrun_starts_it(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2"):
+        main(["--sharded", "--device", "cpu"])
+
+
+@pytest.mark.parametrize("option", [["--mismatches", "5"], ["--leave"], ["--slow-wire"]])
+def test_its_options_come_with_it(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["--device", "cpu", *option])
+    assert "must come with --sharded" in capsys.readouterr().err
+
+
+def test_other_ways_stand_as_multiples_of_ours():
+    cells = [
+        {"case": "greedy", "rows": 1, "ours": 10.0, "all-gather": 25.0},
+        {"case": "greedy", "rows": 8, "ours": 10.0, "all-gather": 30.0, "all-to-all": 20.0},
+    ]
+    columns = [list(column.cells) for column in table_of(cells).columns]
+    assert columns[3:] == [["25.0 (2.50)", "30.0 (3.00)"], ["", "20.0 (2.00)"]]

@@ -18,15 +18,7 @@ from tests.builders.inputs import modes_by_name, slot_table
 from tests.for_a_gpu import schedule_by_bounds
 from tools.bench.batches import eager, sampling_batch, verification_batch
 from tools.bench.cases import CASES
-from tools.bench.floors import (
-    HOPPER_LANES_PER_US,
-    SMALL,
-    Chain,
-    Rates,
-    Work,
-    chain_of,
-    floor,
-)
+from tools.bench.floors import HOPPER_LANES_PER_US, SMALL, Chain, Rates, Work, chain_of, floor
 
 H200 = Rates(4.8e6, HOPPER_LANES_PER_US, {1: 1.0, 64: 1.5})
 
@@ -50,11 +42,7 @@ def test_the_floor_is_what_passes_take_and_the_launches_besides(work: Work, expe
 
 @pytest.mark.parametrize(
     ("name", "chain"),
-    [
-        ("greedy", Chain(2)),
-        ("no_filter", Chain(3, (), ("score",))),
-        ("min_p .05", Chain(4, (), ("order", "score"))),
-    ],
+    [("greedy", Chain(2)), ("no_filter", Chain(3, (), ("score",))), ("min_p .05", Chain(4, (), ("order", "score")))],
 )
 def test_kernels_are_counted_as_the_pipeline_calls_its_stages(name: str, chain: Chain) -> None:
     case, sampler = CASES[name], Sampler(100, 1, backend="eager")

@@ -19,7 +19,6 @@ class Written(LogitEdit):
     function: Function
 
     def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
-        """What the function makes."""
         return self.function(x, ids, rows)
 
 
@@ -28,7 +27,6 @@ class Stateful(Written):
     """The same with state: a number of the slot, one of each token, and as many that are of no token."""
 
     def state(self, vocab_size: int) -> Mapping[str, EditState]:
-        """All of one dtype."""
         return {
             "level": EditState(torch.int32, initial=3),
             "bias": EditState(torch.int32, per_token=True),

@@ -7,7 +7,6 @@ that the CPU uses; on a GPU another block size may fuse otherwise. A change for 
 """
 
 import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -137,13 +136,6 @@ OF_LAW = {
 """Stages of logprobs that start early."""
 
 
-@pytest.fixture
-def as_on_a_gpu() -> Iterator[None]:
-    """As ``for_a_gpu``."""
-    with for_a_gpu():
-        yield
-
-
 def pins(found: list[Generated]) -> str:
     """Every stage that a step calls with its number of kernels; a fallback is named instead."""
     return ", ".join(f"{stage} {'opaque' if code is None else count(code)}" for stage, code in found)
@@ -163,7 +155,7 @@ def early(found: list[Generated]) -> set[str]:
     return set(stages)
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
+@for_a_gpu()
 @pytest.mark.parametrize(("mode", "rows", "verification", "pinned"), tiers([STEPS[0], STEPS[3], STEPS[-1]], STEPS))
 def test_a_step_launches_its_triton_kernels_and_those_that_start_early_wait(mode, rows, verification, pinned):
     found = generated(step_of(mode, rows, V, verification=verification), "triton", KNOWN)
@@ -174,14 +166,14 @@ def test_a_step_launches_its_triton_kernels_and_those_that_start_early_wait(mode
 
 
 @pytest.mark.full
-@pytest.mark.usefixtures("as_on_a_gpu")
+@for_a_gpu()
 @pytest.mark.parametrize("mode", ["top_k_top_p[64]", "full"])
 def test_kernels_of_a_top_p_of_all_that_start_early_wait(mode):
     assert early(generated(step_of(mode, 64, V, top_p_base="all"), "triton", KNOWN))
 
 
 @pytest.mark.full  # generating the code of one takes more than a minute
-@pytest.mark.usefixtures("as_on_a_gpu")
+@for_a_gpu()
 @pytest.mark.parametrize(
     ("mode", "law"), [("greedy", "raw"), ("no_filter", "processed"), ("top_k_top_p[64]", "filtered")]
 )

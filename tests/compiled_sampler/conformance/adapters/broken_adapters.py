@@ -1,10 +1,8 @@
-"""Samplers with one fault each; ``FOUND_BY`` names the question that is meant for it.
-
-Those whose fault is a path, a shape or a cost are in ``broken_paths.py``.
-"""
+"""Samplers with one fault each; ``FOUND_BY`` names the question that is meant for it."""
 
 import os
 import sys
+import time
 from dataclasses import replace
 from typing import ClassVar
 
@@ -12,6 +10,50 @@ import torch
 
 from compiled_sampler.conformance import Params, Verified
 from tests.compiled_sampler.conformance.adapters.race_adapter import DRAFT, TARGET, Race, mixed
+
+LIMIT = 2**14
+"""Logits of a call from which ``OffsetsOf32Bits`` reads elsewhere, instead of 2**31."""
+
+
+def keyed(name, changed):
+    """A race whose noise is that of changed seeds, positions or streams."""
+    return type(name, (Race,), {"keys": lambda self, *given: Race.keys(self, *changed(*given))})
+
+
+def with_positions(seeds, positions):
+    """Seeds with the positions added."""
+    return [None if seed is None else seed + int(at) for seed, at in zip(seeds, positions, strict=True)]
+
+
+KeyedBySize = keyed("KeyedBySize", lambda seeds, at, stream: (seeds, at, stream + 8 * len(seeds).bit_length()))
+"""Noise depends on the bucket of the batch."""
+
+OfItsProcess = keyed("OfItsProcess", lambda seeds, at, stream: (seeds, at, stream + 8 * os.getpid()))
+"""Noise depends on the process."""
+
+SeedIgnored = keyed("SeedIgnored", lambda seeds, at, stream: ([5] * len(seeds), at, stream))
+"""Every request has seed 5."""
+
+SeedOf32Bits = keyed("SeedOf32Bits", lambda seeds, at, stream: ([s and s % 2**32 for s in seeds], at, stream))
+"""The high half of a seed is dropped."""
+
+SeedReused = keyed("SeedReused", lambda seeds, at, stream: (seeds, at * 0, stream))
+"""Every position of a request has the noise of the first."""
+
+SeedPlusPosition = keyed("SeedPlusPosition", lambda seeds, at, stream: (with_positions(seeds, at), at * 0, stream))
+"""Seed and position are added."""
+
+UnseededAlike = keyed("UnseededAlike", lambda seeds, at, stream: ([seed or 0 for seed in seeds], at, stream))
+"""A missing seed is 0."""
+
+SharesNoise = keyed("SharesNoise", lambda seeds, at, stream: (seeds, at, min(stream, DRAFT)))
+"""Drafts, tests and residuals have one noise."""
+
+OneBit = keyed("OneBit", lambda seeds, at, stream: ([0 if seed == 1 else seed for seed in seeds], at, stream))
+"""Takes one seed of a batch's 240 for another: the last bit of seed 1."""
+
+OtherNoise = keyed("OtherNoise", lambda seeds, at, stream: (seeds, at, stream + 8 * (stream != TARGET)))
+"""Samples alike, and verifies by rejection with other noise."""
 
 
 class Biased(Race):
@@ -67,13 +109,6 @@ class KeyedByRow(Race):
         return mixed(super().keys(seeds, positions, stream) + torch.arange(len(seeds)))
 
 
-class KeyedBySize(Race):
-    """Noise depends on the bucket of the batch."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys(seeds, positions, stream + 8 * len(seeds).bit_length())
-
-
 class Stateful(Race):
     """A hidden counter advances with each call."""
 
@@ -84,56 +119,12 @@ class Stateful(Race):
         return super().keys(seeds, positions, stream + 8 * Stateful.calls)
 
 
-class OfItsProcess(Race):
-    """Noise depends on the process."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys(seeds, positions, stream + 8 * os.getpid())
-
-
 class ReadsStorage(Race):
     """Takes rows for contiguous ones."""
 
     def sample(self, logits, params, seeds, positions):
         rows, columns = logits.shape
         return super().sample(logits.as_strided((rows, columns), (columns, 1)), params, seeds, positions)
-
-
-class SeedIgnored(Race):
-    """Every request has seed 5."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys([5] * len(seeds), positions, stream)
-
-
-class SeedOf32Bits(Race):
-    """The high half of a seed is dropped."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys([None if seed is None else seed % 2**32 for seed in seeds], positions, stream)
-
-
-class SeedReused(Race):
-    """Every position of a request has the noise of the first."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys(seeds, positions * 0, stream)
-
-
-class SeedPlusPosition(Race):
-    """Seed and position are added."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys(
-            [None if s is None else s + int(p) for s, p in zip(seeds, positions, strict=True)], positions * 0, stream
-        )
-
-
-class UnseededAlike(Race):
-    """A missing seed is 0."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys([seed or 0 for seed in seeds], positions, stream)
 
 
 class AcceptsImpossible(Race):
@@ -149,13 +140,6 @@ class StreamShifted(Race):
 
     def verify(self, drafted, rule):
         return super().verify(drafted._replace(positions=drafted.positions + 1), rule)
-
-
-class SharesNoise(Race):
-    """Drafts, tests and residuals have one noise."""
-
-    def keys(self, seeds, positions, stream):
-        return super().keys(seeds, positions, min(stream, DRAFT))
 
 
 class ResidualOfTarget(Race):
@@ -253,33 +237,32 @@ class FrozenReplay(Race):
         return lambda x, p, s, _: self.sample(x, p, s, positions)
 
 
-class StaticBuffer(Race):
-    """Returns one buffer from all calls of a size, and draws without a seed: each call overwrites the one before."""
+class Buffered(Race):
+    """Right, and returns one buffer from all calls of a size."""
 
     def __init__(self, vocab_size, device):
         super().__init__(vocab_size, device)
         self.buffers = {}
 
     def sample(self, logits, params, seeds, positions):
-        tokens = super().sample(logits, params, [None] * len(seeds), positions)
+        tokens = super().sample(logits, params, seeds, positions)
         return self.buffers.setdefault(len(tokens), tokens).copy_(tokens)
 
 
-class InPlace(Race):
-    """Right, but writes its logits in place and returns one buffer from all calls of a size."""
+class StaticBuffer(Buffered):
+    """Draws without a seed, too: each call overwrites the one before."""
 
-    def __init__(self, vocab_size, device):
-        super().__init__(vocab_size, device)
-        self.buffers = {}
+    def sample(self, logits, params, seeds, positions):
+        return super().sample(logits, params, [None] * len(seeds), positions)
+
+
+class InPlace(Buffered):
+    """Right, but writes its logits in place, too."""
 
     def scaled(self, logits, params):
         scaled = super().scaled(logits, params)
         logits.fill_(7.0)
         return scaled
-
-    def sample(self, logits, params, seeds, positions):
-        tokens = super().sample(logits, params, seeds, positions)
-        return self.buffers.setdefault(len(tokens), tokens).copy_(tokens)
 
 
 class Consumes(InPlace):
@@ -307,6 +290,81 @@ class DeclaresDict(Race):
     """Declares its choices in a dict."""
 
     semantics: ClassVar = {"seeds": "row"}
+
+
+class PathOfOneBit(Race):
+    """Names another path, which takes one seed for another."""
+
+    def paths(self):
+        return {"one bit": OneBit}
+
+
+class PathOfOtherNoise(Race):
+    """Names another path, whose verifications have other noise."""
+
+    def paths(self):
+        return {"other noise": OtherNoise}
+
+
+class PadsOddRows(Race):
+    """Pads a row of odd length by a zero, and draws it too."""
+
+    def sample(self, logits, params, seeds, positions):
+        self.vocab_size += self.vocab_size % 2
+        padded = torch.nn.functional.pad(logits, (0, logits.shape[1] % 2))
+        return super().sample(padded, params, seeds, positions)
+
+
+class NeedsARow(Race):
+    """Looks at the first row of every batch."""
+
+    def sample(self, logits, params, seeds, positions):
+        if params[0].temperature == 0.0:
+            return logits.argmax(-1)
+        return super().sample(logits, params, seeds, positions)
+
+
+class OffsetsOf32Bits(Race):
+    """The offset of a row wraps around."""
+
+    def sample(self, logits, params, seeds, positions):
+        rows, columns = logits.shape
+        offsets = torch.arange(rows)[:, None] * columns + torch.arange(columns)
+        return super().sample(logits.flatten()[offsets % LIMIT], params, seeds, positions)
+
+
+class Replays(Race):
+    """Replays what it would draw otherwise: a host that does nothing but launch."""
+
+    def capture(self, logits, params, seeds, positions):
+        tokens = self.sample(logits.cpu(), params, seeds, positions.cpu()).to(logits.device)
+        return lambda *_: self.replayed(tokens)
+
+    def replayed(self, tokens):
+        return tokens
+
+
+class Allocates(Replays):
+    """Returns a new tensor from every replay."""
+
+    def replayed(self, tokens):
+        return tokens.clone()
+
+
+class Waits(Replays):
+    """Looks at a token of every replay."""
+
+    def replayed(self, tokens):
+        tokens[0].item()
+        return tokens
+
+
+class Slow(Replays):
+    """Keeps the host for two milliseconds."""
+
+    def replayed(self, tokens):
+        time.sleep(0.002)
+        return tokens
 
 
 FOUND_BY = {
@@ -353,6 +411,11 @@ FOUND_BY = {
     "robustness.padded_vocab": DrawsPadding,
     "robustness.inputs": InPlace,
     "robustness.status": SilentStatus,
+    "determinism.paths": PathOfOneBit,
+    "verification.paths": PathOfOtherNoise,
+    "robustness.single_token": PadsOddRows,
+    "robustness.empty_batch": NeedsARow,
+    "robustness.large_offsets": OffsetsOf32Bits,
 }
 """The question that is meant for a fault, and a sampler that has it."""
 
@@ -363,3 +426,10 @@ ALSO_FOUND = (
     ("robustness.empty_batch", Exits),
 )
 """More faults of such questions."""
+
+COSTLY = {
+    "cost.allocations": Allocates,
+    "cost.synchronisations": Waits,
+    "cost.host_time": Slow,
+}
+"""The same of what a replay costs; these need a device, or a simulated one."""

@@ -15,6 +15,7 @@ from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.builders.custom_edits import EDITS, Stepped, V, custom_sampler, params_with, random_inputs
 from tests.builders.edit_states import params_with as params_of_states
 from tests.builders.edit_states import stateful_sampler
+from tests.builders.sampler import planned
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,6 @@ def sampler_of(*edits, **options):
 
 
 def with_state(state, **declarations):
-    """A sampler whose edit declares a state."""
     return sampler_of(declared(state=lambda self, vocab_size: state, **declarations))
 
 
@@ -66,7 +66,6 @@ def reads(self, x, ids, rows):
 
 
 def with_history(write):
-    """A sampler whose edit writes into the history."""
     return sampler_of(declared(history_tokens=2, edit=lambda self, x, ids, rows: write(rows.history)), history_len=9)
 
 
@@ -107,12 +106,8 @@ WRONG = [
         for write in (lambda told: told.add_(5), lambda told: told[:, -1].fill_(0))
     ),
     *(
-        (
-            lambda method=method: with_field(method),
-            TypeError,
-            f"{method} of Named must be the method .*; name the field",
-        )
-        for method in ("edit", "tables", "state")
+        (lambda name=name: with_field(name), TypeError, f"{name} of Named must be the method .*; name the field")
+        for name in ("edit", "tables", "state")
     ),
     (lambda: with_state([EditState()]), TypeError, "state of Declared must map names to EditState"),
     (lambda: with_state({"s": torch.zeros(3)}), TypeError, "must map names to EditState, got 's'"),
@@ -148,9 +143,8 @@ def test_edits_are_taken_under_another_default_dtype():
 
 @pytest.mark.parametrize("part", ["input", "state"])
 def test_two_edits_must_not_share_an_input_or_a_state(part):
-    declarations = {"inputs": {"s": EditInput()}, "state": lambda self, size: {"s": EditState()}}
-    name = {"input": "inputs", "state": "state"}[part]
-    twice = [declared(name=each, **{name: declarations[name]}) for each in "ab"]
+    given = {"inputs": {"s": EditInput()}} if part == "input" else {"state": lambda self, size: {"s": EditState()}}
+    twice = [declared(name=each, **given) for each in "ab"]
     with pytest.raises(ValueError, match=f"{part} of edits must be used once, got 's'"):
         sampler_of(*twice)
 
@@ -191,10 +185,8 @@ def test_extra_args_that_are_no_mapping_of_hashable_numbers_are_refused(given, r
 
 def test_parameters_can_be_a_mapping_or_the_dataclass():
     given = [SamplingParams(seed=1, extra_args={"Leveled": each}) for each in ({"level": 2}, Params(2.0))]
-    sampler = sampler_of(
-        declared(name="Leveled", params=Params, edit=lambda self, x, ids, rows: x * rows.params["level"])
-    )
-    plan = sampler.plan([sampler.add_request(each) for each in given])
+    leveled = declared(name="Leveled", params=Params, edit=lambda self, x, ids, rows: x * rows.params["level"])
+    sampler, plan = planned(*given, edits=[leveled])
     logits = torch.randn(2, V)
     assert torch.equal(sampler.edited_logits(plan, logits, torch.zeros(2, dtype=torch.int64)), 2.0 * logits)
     assert hash(given[0]) == hash(replace(given[0]))
@@ -221,19 +213,16 @@ def test_a_call_is_refused(changed, error, message):
     logits, position, right = torch.randn(1, V), torch.tensor([0]), random_inputs(1, 0)
     wrong = {name: each for name, each in {**right, **changed}.items() if each is not None}
     none = torch.zeros(1, 0, dtype=torch.int64)
-    for given in (right, wrong):
-        for step in (
-            lambda given: sampler.sample(plan, logits, position, edit_inputs=given),
-            lambda given: sampler.draft(plan, logits, position, edit_inputs=given),
-            lambda given: sampler.probs(plan, logits, positions=position, edit_inputs=given),
-            lambda given: sampler.edited_logits(plan, logits, position, edit_inputs=given),
-            lambda given: sampler.verify(drafted, logits, none, position, edit_inputs=given),
-        ):
-            if given is right:
-                step(given)
-                continue
-            with pytest.raises(error, match=message):
-                step(given)
+    for step in (
+        lambda given: sampler.sample(plan, logits, position, edit_inputs=given),
+        lambda given: sampler.draft(plan, logits, position, edit_inputs=given),
+        lambda given: sampler.probs(plan, logits, positions=position, edit_inputs=given),
+        lambda given: sampler.edited_logits(plan, logits, position, edit_inputs=given),
+        lambda given: sampler.verify(drafted, logits, none, position, edit_inputs=given),
+    ):
+        step(right)
+        with pytest.raises(error, match=message):
+            step(wrong)
     with pytest.raises(TypeError, match="edit_inputs must map"):
         sampler.sample(plan, logits, position, edit_inputs=[logits])
 
@@ -268,11 +257,9 @@ def test_two_instances_of_a_class_share_no_compiled_code():
 
 def test_a_table_is_the_samplers_own_and_written_by_no_edit():
     table = torch.zeros(V)
-    reads = declared(
-        tables=lambda self, size: {"t": table}, edit=lambda self, x, ids, rows: x + rows.tables["t"], name="reads"
-    )
-    sampler = sampler_of(reads)
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, extra_args={"reads": {}}))])
+    tables = {"tables": lambda self, size: {"t": table}}
+    reader = declared(edit=lambda self, x, ids, rows: x + rows.tables["t"], name="reader", **tables)
+    sampler, plan = planned(SamplingParams(seed=1, extra_args={"reader": {}}), edits=[reader])
     logits, position = torch.randn(1, V), torch.tensor([0])
     table.fill_(5.0)
     assert torch.equal(sampler.edited_logits(plan, logits, position), logits)
@@ -282,7 +269,7 @@ def test_a_table_is_the_samplers_own_and_written_by_no_edit():
         return x
 
     with pytest.raises(TypeError, match="must write into nothing"):
-        sampler_of(declared(tables=lambda self, size: {"t": table}, edit=writes))
+        sampler_of(declared(edit=writes, **tables))
 
 
 def test_no_edit_revives_what_a_mask_a_bias_a_bad_word_or_min_tokens_hid():
@@ -355,20 +342,16 @@ def test_no_step_writes_into_state(edits):
     slots = [sampler.add_request(params_of_states(edits, seed=n, logit_bias={0: 1.0})) for n in range(2)]
     plan, drafted, bias = sampler.plan(slots), sampler.plan(slots, num_drafts=[0, 0]), sampler.edit_state("bias")
     logits, positions, none = torch.randn(2, V), torch.tensor([0, 0]), torch.zeros(2, 0, dtype=torch.int64)
-    groups = sampler.edit_state("groups")[:, 0, 0]
-    finished = torch.zeros(2, dtype=torch.bool)
-    out = SampleOutputs(groups, torch.zeros(2, dtype=torch.int32), finished)
-    with pytest.raises(ValueError, match="memory of its own"):
-        sampler.probs(plan, logits, out=bias, positions=positions)
-    with pytest.raises(ValueError, match="memory of its own"):
-        sampler.sample(plan, logits, positions, out)
+    groups, own = sampler.edit_state("groups")[:, 0, 0], "memory of its own"
+    out = SampleOutputs(groups, torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.bool))
     made = sampler.verify(drafted, logits, none, positions)
-    with pytest.raises(ValueError, match="memory of its own"):
-        sampler.verify(drafted, logits, none, positions, out=made._replace(num_emitted=groups))
-    for step in (
-        lambda: sampler.sample(plan, bias, positions, consume_logits=True),
-        lambda: sampler.verify(drafted, bias, none, positions, consume_logits=True),
+    for message, step in (
+        (own, lambda: sampler.probs(plan, logits, out=bias, positions=positions)),
+        (own, lambda: sampler.sample(plan, logits, positions, out)),
+        (own, lambda: sampler.verify(drafted, logits, none, positions, out=made._replace(num_emitted=groups))),
+        ("of what edits read", lambda: sampler.sample(plan, bias, positions, consume_logits=True)),
+        ("of what edits read", lambda: sampler.verify(drafted, bias, none, positions, consume_logits=True)),
     ):
-        with pytest.raises(ValueError, match="of what edits read"):
+        with pytest.raises(ValueError, match=message):
             step()
     assert sampler.sample(plan, bias, positions).tolist()

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.engine.drafts import DraftCache
-from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, replay_recordings, same
+from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, planned, replay_recordings, same, sampler_with
 from tests.tiers import tiers
 
 K, S = 3, 6
@@ -24,10 +24,8 @@ SLOTS = [4, -1, 0, 2, 1]
 def sampler_of(mode: str, cached: bool, backend: str = "eager", dtype: torch.dtype = torch.float32) -> Sampler:
     """Holds five requests that the mode is the cheapest for, one of them greedy."""
     slots = SHARED_SLOTS if backend == "compiled" else S
-    made = Sampler(V, slots, backend=backend, logits_dtype=dtype, draft_cache_len=K if cached else 0)
-    for seed in range(5):
-        made.add_request(replace(REQUESTS["greedy" if seed == 2 else mode], seed=seed))
-    return made
+    params = [replace(REQUESTS["greedy" if seed == 2 else mode], seed=seed) for seed in range(5)]
+    return sampler_with(params, V, slots, backend=backend, logits_dtype=dtype, draft_cache_len=K if cached else 0)
 
 
 def rows_of(counts: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -87,8 +85,7 @@ def test_a_cached_handle_holds_no_logits():
     for cached in (True, False):
         sampler = sampler_of("no_filter", cached)
         for handle in drafted(sampler, sampler.plan(SLOTS), drafts):
-            assert (handle.logits is None) == cached
-            assert not handle.is_coupled
+            assert ((handle.logits is None), handle.is_coupled) == (cached, False)
         assert sampler.statistics().draft_cache_bytes == cached * (S + 1) * K * V * 4
     assert sampler_of("no_filter", True, dtype=torch.bfloat16).statistics().draft_cache_bytes == (S + 1) * K * V * 2
 
@@ -171,8 +168,7 @@ def test_a_slot_of_another_request_is_refused_and_serves_that_one():
 
 
 def test_a_warm_up_ends_what_the_cache_holds():
-    sampler = Sampler(V, 2, backend="eager", draft_cache_len=1)
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[1])
+    sampler, plan = planned(SamplingParams(seed=1), num_drafts=[1], draft_cache_len=1)
     handle = sampler.draft(plan, torch.randn(1, V), torch.zeros(1, dtype=torch.int64), coupled=False)
     sampler.warmup()
     with pytest.raises(ValueError, match=r"or to warmup\(\)"):
@@ -207,14 +203,14 @@ def test_what_a_cache_cannot_hold_is_refused(made: Callable[[Sampler, Callable[.
 @pytest.mark.parametrize(("mode", "rule"), [("min_p", "rejection"), ("full", "block")])
 def test_captured_steps_write_and_read_the_slots_of_each_batch(mode, rule):
     ways = [Verification(rule, K, "cache")]
-    sampler = Sampler(V, S, backend="eager", buckets=[2, 8], verifications=ways, draft_cache_len=K)
-    for seed in range(5):
-        sampler.add_request(replace(REQUESTS[mode], seed=seed))
+    params = [replace(REQUESTS[mode], seed=seed) for seed in range(5)]
+    sampler, held = (
+        sampler_with(params, V, S, buckets=[2, 8], verifications=ways, draft_cache_len=K),
+        sampler_with(params),
+    )
     backend = replay_recordings(sampler)
     sampler.warmup(modes=[mode])
-    captures, held = backend.num_captures, sampler_of(mode, False)
-    held.remove_request(2)  # the greedy one
-    assert held.add_request(replace(REQUESTS[mode], seed=2)) == 2
+    captures = backend.num_captures
     for seed, slots in enumerate(([4, -1, 0, 2, 1], [0, 1, 2, 3, 4], [3, 1], [2])):
         counts = [(seed + n) % (K + 1) for n in range(len(slots))]
         before = backend.num_replays

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import RowStatus
-from tests.builders.sampler import held, replay_recordings, same, shared_sampler
+from tests.builders.sampler import held, planned, replay_recordings, same, shared_sampler
 from tests.tiers import tiers
 
 V, K = 129, 3
@@ -101,11 +101,8 @@ def test_compiled_stages_emit_what_eager_ones_do(rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_drafts_from_the_law_of_the_target_are_all_accepted(rule):
     """The drafter filters and scales by a power of 2, which is exact, so that both laws are the same integers."""
-    params = {"temperature": 0.5, "top_k": 20, "top_p": 0.9}
-    sampler = Sampler(V, N, backend="eager")
-    for i in range(N):
-        sampler.add_request(SamplingParams(seed=i, **params))
-    plan = sampler.plan(range(N), num_drafts=[K] * N)
+    params = [SamplingParams(seed=i, temperature=0.5, top_k=20, top_p=0.9) for i in range(N)]
+    sampler, plan = planned(*params, num_drafts=[K] * N, slots=N)
     logits = (2.0 * torch.randn(N, 1, V, generator=torch.Generator().manual_seed(1))).expand(N, K + 1, V).flatten(0, 1)
     law = sampler.probs(plan, logits).view(N, K + 1, V)[:, :K].flatten(0, 1)
     filtered = torch.where(law > 0.0, 2.0 * logits.view(N, K + 1, V)[:, :K].flatten(0, 1), -torch.inf)
@@ -181,8 +178,7 @@ def test_coupled_drafts_of_16_bits_are_those_of_their_values(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_what_would_be_rounded_is_refused(dtype):
-    sampler = Sampler(V, 1, logits_dtype=torch.bfloat16, backend="eager")
-    plan = sampler.plan([sampler.add_request(SamplingParams())], num_drafts=[1])
+    sampler, plan = planned(SamplingParams(), num_drafts=[1], logits_dtype=torch.bfloat16)
     rows, logits = torch.zeros(1, V, dtype=dtype), torch.zeros(2, V, dtype=torch.bfloat16)
     drafts, positions = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(TypeError, match=r"draft_logits must be torch\.bfloat16"):

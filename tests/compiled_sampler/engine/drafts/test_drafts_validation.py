@@ -11,7 +11,7 @@ from torch import Tensor
 
 from compiled_sampler import Plan, Sampler, VerifyOutputs
 from compiled_sampler.batch import tensors_of
-from tests.builders.sampler import REQUESTS, new_outputs
+from tests.builders.sampler import REQUESTS, new_outputs, new_verified, same, sampler_with
 
 V, WIDTHS = 40, (2, 0, 3)
 N, D, R, K = 3, 5, 8, 3
@@ -30,18 +30,10 @@ INPUTS = {
 ROWS = {"logits": values(1, N, V), "positions": INPUTS["positions"]}
 
 
-def outputs(rows: int = N, width: int = K, device: str = "cpu") -> VerifyOutputs:
-    """Tensors for results, which hold what no result is."""
-    counts = [torch.full((rows,), -7, device=device) for _ in range(3)]
-    status = torch.full((rows,), -7, dtype=torch.int32, device=device)
-    return VerifyOutputs(torch.full((rows, width + 1), -7, device=device), *counts, status)
-
-
 @pytest.fixture(scope="module")
 def engine() -> SimpleNamespace:
     """A sampler with a plan of three requests, with and without drafts, and handles of their drafts."""
-    sampler = Sampler(V, 4, backend="eager")
-    slots = [sampler.add_request(REQUESTS[name]) for name in ("full", "min_p", "top_k_top_p[64]")]
+    sampler, slots = sampler_with([REQUESTS[name] for name in ("full", "min_p", "top_k_top_p[64]")], V, 4), [0, 1, 2]
     plan, plain = sampler.plan(slots, num_drafts=WIDTHS), sampler.plan(slots)
     handles = [sampler.draft(plan, values(j, N, V), INPUTS["positions"] + j, False, j) for j in range(K)]
     coupled = [sampler.draft(plan, values(j, N, V), INPUTS["positions"] + j, True, j) for j in range(K)]
@@ -133,15 +125,23 @@ WRONG = [
     ({"positions": torch.arange(R)}, ValueError, "positions must be [3], one a slot of the plan, got [8]"),
     ({"logits": values(0, N, V)}, ValueError, "logits must be [8, >= 40], got [3, 40]"),
     ({"out": new_outputs(N)}, TypeError, "must be VerifyOutputs, got SampleOutputs; VerifyOutputs(token_ids"),
-    ({"out": outputs(width=2)}, ValueError, "out.token_ids must be [3, 4], as the plan has it, got [3, 3]"),
-    ({"out": outputs()._replace(num_matching=torch.zeros(4).long())}, ValueError, "out.num_matching must be [3]"),
-    ({"out": outputs()._replace(status=torch.zeros(N).long())}, TypeError, "out.status must be torch.int32, got"),
+    ({"out": new_verified(N, 2)}, ValueError, "out.token_ids must be [3, 4], as the plan has it, got [3, 3]"),
+    (
+        {"out": new_verified(N, K)._replace(num_matching=torch.zeros(4).long())},
+        ValueError,
+        "out.num_matching must be [3]",
+    ),
+    (
+        {"out": new_verified(N, K)._replace(status=torch.zeros(N).long())},
+        TypeError,
+        "out.status must be torch.int32, got",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("changed", "error", "words"), WRONG)
 def test_wrong_arguments_of_verify_are_refused_and_out_is_left_alone(engine, refused, changed, error, words):
-    out = changed.get("out", outputs())
+    out = changed.get("out", new_verified(N, K))
     before = [each.clone() for each in tensors_of(out)]
     assert words in refused(error, verify, engine, **{"out": out, **changed})
     assert all(a.is_meta or torch.equal(a, b) for a, b in zip(before, tensors_of(out), strict=True))
@@ -193,9 +193,7 @@ def test_handles_from_logits_of_different_widths_are_verified(engine):
     padded = torch.nn.functional.pad(values(1, N, V), (0, 3))
     second = engine.sampler.draft(engine.plan, padded, INPUTS["positions"] + 1, False, 1)
     handles = [engine.handles[0], second, engine.handles[2]]
-    wanted = verify(engine, draft_token_ids=engine.handles, rule="rejection")
-    out = verify(engine, draft_token_ids=handles, rule="rejection")
-    assert all(torch.equal(a, b) for a, b in zip(tensors_of(out), tensors_of(wanted), strict=True))
+    assert same(*(verify(engine, draft_token_ids=each, rule="rejection") for each in (handles, engine.handles)))
 
 
 @pytest.mark.parametrize(
@@ -236,9 +234,8 @@ def calls_of(sampler: Sampler, plan: Plan, plain: Plan) -> list[tuple[Any, ...]]
 
 
 def test_plans_of_another_sampler_are_refused(engine, refused):
-    other = Sampler(V, 4, backend="eager")
-    slots = [other.add_request(REQUESTS["full"]) for _ in range(N)]
-    for call in calls_of(engine.sampler, other.plan(slots, num_drafts=WIDTHS), other.plan(slots)):
+    other = sampler_with([REQUESTS["full"]] * N, V)
+    for call in calls_of(engine.sampler, other.plan(range(N), num_drafts=WIDTHS), other.plan(range(N))):
         assert "plan must come from this sampler's plan(), got one of another" in refused(ValueError, *call)
 
 

@@ -15,8 +15,10 @@ from tests.builders.sampler import (
     SHARED_SLOTS,
     V,
     held,
+    new_verified,
     nothing_compiles,
     same,
+    sampler_with,
     shared_sampler,
     stages_stay_eager,
 )
@@ -31,10 +33,7 @@ WAYS = [("match", ""), *((rule, kind) for rule in LAWFUL for kind in ("", "draft
 
 @pytest.fixture
 def sampler() -> Sampler:
-    """Eager, a request of each kind in the first slots."""
-    made = Sampler(V, 8, backend="eager")
-    assert [made.add_request(params) for params in PARAMS] == list(range(N))
-    return made
+    return sampler_with(PARAMS)
 
 
 class Batch(NamedTuple):
@@ -79,12 +78,6 @@ def ragged(sampler: Sampler, count: int = 23) -> Batch:
 def proposals(kind: str, count: int, vocab_size: int = V) -> dict[str, Tensor]:
     logits = rows_of(count, vocab_size)
     return {"": {}, "draft_probs": {kind: torch.softmax(logits, -1)}, "draft_logits": {kind: logits}}[kind]
-
-
-def new_outputs(count: int, width: int) -> VerifyOutputs:
-    """Tensors for results, which hold what no result is."""
-    counts = [torch.full((count,), -7) for _ in range(3)]
-    return VerifyOutputs(torch.full((count, width + 1), -7), *counts, torch.full((count,), -7, dtype=torch.int32))
 
 
 def block_of(sampler: Sampler, batch: Batch, logits: Tensor, coupled: bool) -> list[Draft]:
@@ -136,7 +129,7 @@ def test_a_batch_without_any_draft_is_plain_sampling(sampler, rule, kind):
 def test_an_empty_batch_gives_empty_results(sampler, rule):
     plan, none, rows = sampler.plan([], num_drafts=[]), torch.empty(0, dtype=torch.int64), torch.empty(0, V)
     for width in (0, 3):
-        drafts, out = torch.empty(0, width, dtype=torch.int64), new_outputs(0, width)
+        drafts, out = torch.empty(0, width, dtype=torch.int64), new_verified(0, width)
         assert same(sampler.verify(plan, rows, drafts, none, rule), out)
         assert same(sampler.verify_from_probs(plan, rows, drafts, none, rule=rule), out)
         assert sampler.verify(plan, rows, drafts, none, rule, out=out) is out
@@ -155,7 +148,7 @@ def test_out_and_wider_drafts_change_nothing_and_requests_without_drafts_get_the
             fields = [wanted.token_ids[n, 0], *(each[n] for each in tensors_of(wanted)[1:])]
             assert fields == [batch.plain[n][0], 1, 0, 0, 0]
     for filler in (-1, 3, 10**12):
-        wide, out = torch.cat([batch.drafts, torch.full((23, 3), filler)], 1), new_outputs(25, K + 5)
+        wide, out = torch.cat([batch.drafts, torch.full((23, 3), filler)], 1), new_verified(25, K + 5)
         part = VerifyOutputs(out.token_ids[1:24, 1 : K + 5], *(each[1:24] for each in tensors_of(out)[1:]))
         assert sampler.verify(batch.plan, batch.logits, wide, batch.positions, rule, **given, out=part) is part
         assert same(part._replace(token_ids=part.token_ids[:, : K + 1]), wanted)
@@ -228,15 +221,6 @@ def test_probs_are_the_law_in_every_mode(base):
             assert torch.equal(sampler.probs(sampler.plan([slot] * 6, mode=mode), logits), law)
 
 
-def test_probs_of_padding_and_of_masked_rows_are_zero_and_out_is_filled(sampler):
-    logits, part = rows_of(4), torch.full((4, V), -7.0)
-    logits[2] = -torch.inf
-    plan = sampler.plan([4, -1, 1, 2])
-    assert sampler.probs(plan, logits, out=part) is part
-    assert torch.equal(part, sampler.probs(plan, logits))
-    assert part.sum(-1).tolist() == pytest.approx([1.0, 0.0, 0.0, 1.0], abs=1e-6)
-
-
 @pytest.mark.parametrize("with_law", [False, True])
 @pytest.mark.parametrize("rule", LAWFUL)
 def test_probabilities_of_the_target_verify_as_its_logits_do(sampler, rule, with_law):
@@ -250,7 +234,7 @@ def test_probabilities_of_the_target_verify_as_its_logits_do(sampler, rule, with
     for n, emitted in enumerate(out.num_emitted.tolist()):
         steps = torch.arange(max(emitted, 0))
         assert (law[sum(batch.plan.num_drafts[:n]) + n + steps, out.token_ids[n, steps]] > 0.0).all()
-    part = new_outputs(23, K)
+    part = new_verified(23, K)
     assert sampler.verify_from_probs(batch.plan, law, batch.drafts, batch.positions, q, rule, out=part) is part
     assert same(part, out)
 
@@ -268,13 +252,12 @@ def test_a_greedy_request_draws_from_probabilities_by_its_seed_alone(sampler, ru
 
 def test_a_prepared_width_serves_narrower_drafts_with_the_same_tokens(sampler):
     known = (Verification("rejection", 3, "probabilities"), Verification("match", 6))
-    prepared = Sampler(V, 8, backend="eager", verifications=known)
-    assert [prepared.add_request(params) for params in PARAMS] == list(range(N))
+    prepared = sampler_with(PARAMS, verifications=known)
     for rule, kind in WAYS:
         for width in (0, 2, 3, 7):
             batch = batch_of(sampler, list(range(N)), [width] * N)
             given = proposals(kind, N * width)
-            plan, out = prepared.plan(range(N), num_drafts=[width] * N), new_outputs(N, width)
+            plan, out = prepared.plan(range(N), num_drafts=[width] * N), new_verified(N, width)
             assert prepared.verify(plan, *batch[1:4], rule, **given, out=out) is out
             assert same(out, sampler.verify(*batch[:4], rule, **given))
             assert same(out, prepared.verify(plan, *batch[1:4], rule, **given))
@@ -285,8 +268,9 @@ def test_a_prepared_width_serves_narrower_drafts_with_the_same_tokens(sampler):
 )
 def test_backends_verify_the_same(backend, rule):
     known = [Verification("rejection", 3, "probabilities")]
-    eager, other = (Sampler(V, SHARED_SLOTS, backend=each, verifications=known) for each in ("eager", backend))
-    assert [each.add_request(params) for params in PARAMS[:2] for each in (eager, other)] == [0, 0, 1, 1]
+    eager, other = (
+        sampler_with(PARAMS[:2], V, SHARED_SLOTS, backend=each, verifications=known) for each in ("eager", backend)
+    )
     batch = batch_of(eager, [0, 1, -1, 1, 1], [1, 3, 1, 0, 2])  # as wide as in the self-check
     given = proposals("" if rule == "match" else "draft_probs", 7)
     plan = other.plan(batch.plan.slots, "no_filter", batch.plan.num_drafts)
@@ -298,8 +282,7 @@ def test_backends_verify_the_same(backend, rule):
 @pytest.mark.parametrize(("rule", "kind"), [WAYS[2], WAYS[6]])
 def test_one_proposal_is_verified_by_compiled_stages_as_in_eager(sampler, rule, kind):
     """Inductor takes a size of 1 for a constant: a single proposal gets a second row."""
-    compiled = Sampler(V, 8, backend="graph", verifications=[Verification(rule)])
-    assert [compiled.add_request(params) for params in PARAMS] == list(range(N))
+    compiled = sampler_with(PARAMS, backend="graph", verifications=[Verification(rule)])
     for counts in ([1, 0, 1], [0, 1, 0], [0, 0, 0], [0, 0, 1]):
         batch = batch_of(sampler, range(3), counts)
         given = proposals(kind, sum(counts))
@@ -309,9 +292,8 @@ def test_one_proposal_is_verified_by_compiled_stages_as_in_eager(sampler, rule, 
 
 
 def test_probabilities_are_prepared_whatever_modes_the_warm_up_names():
-    sampler = Sampler(V, SHARED_SLOTS, backend="compiled", verifications=[Verification("match")])
-    for n in range(3):
-        sampler.add_request(SamplingParams(seed=n + 1, top_k=7 if n % 2 else 0))
+    params = [SamplingParams(seed=n + 1, top_k=7 if n % 2 else 0) for n in range(3)]
+    sampler = sampler_with(params, V, SHARED_SLOTS, backend="compiled", verifications=[Verification("match")])
     with stages_stay_eager():
         sampler.warmup(modes=["greedy"])
     with nothing_compiles():

@@ -11,8 +11,8 @@ from torch import Tensor
 from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler import functional as F
 from tests.builders.edits import EDITS, V, edited_sampler, hard_logits, random_mask, random_request
-from tests.builders.sampler import nothing_compiles, replay_recordings, same
-from tests.builders.trees import KINDS, NODES, random_parents
+from tests.builders.sampler import nothing_compiles, planned, recorded, replay_recordings, same
+from tests.builders.trees import KINDS, NODES, TreeBatch, random_parents
 from tests.tiers import tiers
 
 WAY = Verification("rejection", NODES, drafts="logits", trees=True)
@@ -20,20 +20,10 @@ LAW_EDITS = tuple(each for each in EDITS if each != "watermark")
 
 
 @dataclass
-class Batch:
-    """Requests, trees, and logits of target and drafter."""
+class Batch(TreeBatch):
+    """With logits of the drafter, ``[D, V]``."""
 
-    requests: list[Any]
-    parents: list[list[int]]
-    drafts: Tensor
-    logits: Tensor
     draft_logits: Tensor
-    masks: Tensor | None
-
-    @property
-    def counts(self) -> list[int]:
-        """Nodes of each request."""
-        return [len(tree) for tree in self.parents]
 
 
 def batch_of(seed: int, kind: str = "", edits: Any = (), of_mode: dict[str, Any] | None = None) -> Batch:
@@ -52,31 +42,18 @@ def batch_of(seed: int, kind: str = "", edits: Any = (), of_mode: dict[str, Any]
         rows += [start + 1 + parent if -1 <= parent < node else start for node, parent in enumerate(tree)]
         start += len(tree) + 1
     draft_logits = [logits[row] + noise[rows.index(row)] for row in rows]
-    drafts = torch.randint(-1, V + 1, (len(parents), NODES), generator=torch.Generator().manual_seed(seed))
-    flat = iter(rows)
-    for n, tree in enumerate(parents):
-        for node in range(len(tree)):
-            likely = draft_logits[rows.index(next(flat))].nan_to_num().topk(3).indices.tolist()
-            if source.random() < 0.8:
-                drafts[n, node] = source.choice(likely)
+    drafts = []
+    for each in draft_logits:
+        likely = each.nan_to_num().topk(3).indices.tolist()
+        drafts.append(source.choice(likely) if source.random() < 0.8 else source.randrange(-1, V + 1))
+    flat = iter(drafts)
+    of_trees = [[next(flat) for _ in tree] for tree in parents]
     masks = random_mask(source, count + len(requests), V) if edits and seed % 2 else None
-    return Batch(requests, parents, drafts, logits, torch.stack(draft_logits), masks)
+    return Batch(requests, parents, of_trees, logits, masks, torch.stack(draft_logits))
 
 
-def verified(sampler: Sampler, batch: Batch, *, chain: bool = False, **options: Any) -> VerifyOutputs:
-    """The results of a batch, whose requests are added and removed."""
-    slots = [each.added(sampler) for each in batch.requests]
-    plan = sampler.plan(slots, num_drafts=batch.counts)
-    if not chain:
-        options["parents"] = torch.tensor([[*tree, *[5] * (NODES - len(tree))] for tree in batch.parents])
-    if batch.masks is not None:
-        options["token_bitmask"] = batch.masks
-    positions = torch.tensor([each.position for each in batch.requests])
-    options = {"draft_logits": batch.draft_logits, **options}
-    made = sampler.verify(plan, batch.logits, batch.drafts, positions, "rejection", **options)
-    for slot in slots:
-        sampler.remove_request(slot)
-    return made
+def verified(sampler: Sampler, batch: Batch, **options: Any) -> VerifyOutputs:
+    return batch.verified(sampler, rule="rejection", draft_logits=batch.draft_logits, **options)
 
 
 @pytest.mark.parametrize("edits", [(), LAW_EDITS], ids=["plain", "edits"])
@@ -97,9 +74,8 @@ def test_a_chain_with_parents_is_the_chain(edits):
     sampler = edited_sampler("eager", 64)
     for seed in range(4):
         batch = batch_of(seed, "chain", edits)
-        batch.draft_logits = batch.draft_logits.clone()
         made = verified(sampler, batch)
-        assert same(made._replace(node_ids=None), verified(sampler, batch, chain=True))
+        assert same(made._replace(node_ids=None), verified(sampler, batch, parents=None))
 
 
 @pytest.mark.parametrize("params", [{}, {"min_p": 0.05}, {"top_k": 5, "top_p": 0.9}])
@@ -118,10 +94,7 @@ def test_batchmates_that_need_a_wider_mode_change_nothing(params):
 
 
 def test_narrow_trees_are_replayed_in_a_wide_variant_and_slots_are_used_again():
-    eager = edited_sampler("eager", 64)
-    graph = edited_sampler("eager", 8, verifications=[WAY], buckets=[8])
-    replay_recordings(graph)
-    graph.warmup(modes=["full"])
+    eager, graph = edited_sampler("eager", 64), recorded(edited_sampler("eager", 8, verifications=[WAY], buckets=[8]))
     for seed in range(3):
         batch = batch_of(seed, "", (), {"temperature": 0.9, "top_k": 5, "top_p": 0.9})
         assert same(verified(graph, batch), verified(eager, batch))
@@ -145,8 +118,7 @@ def test_compiled_stages_have_the_bits_of_eager_ones(mode):
 
 
 def test_a_sibling_that_comes_again_is_told_and_passed_over():
-    sampler = Sampler(V, 4, backend="eager")
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[3])
+    sampler, plan = planned(SamplingParams(seed=1), num_drafts=[3])
     logits, draft_logits = torch.zeros(4, V), torch.zeros(3, V)
     logits[0, 5] = 99.0
     call = plan, logits, torch.tensor([[3, 3, 5]]), torch.zeros(1).long(), "rejection"
@@ -159,13 +131,12 @@ def test_a_sibling_that_comes_again_is_told_and_passed_over():
 @pytest.mark.parametrize("backend", ["eager", "reference"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_greedy_request_accepts_no_wrong_draft_however_often_it_comes(count, backend):
-    sampler = Sampler(8, 2, backend=backend)
-    slots = [sampler.add_request(SamplingParams(temperature=temperature, seed=1)) for temperature in (0.0, 1.0)]
+    params = [SamplingParams(temperature=temperature, seed=1) for temperature in (0.0, 1.0)]
+    sampler, plan = planned(*params, num_drafts=[count] * 2, vocab_size=8, backend=backend)
     logits, draft_logits = torch.zeros(2 * (count + 1), 8), torch.zeros(2 * count, 8)
     logits[:, 0], draft_logits[:, 3] = 9.0, 9.0
     given = {"parents": [[-1] * count] * 2, "draft_logits": draft_logits}
-    plan, drafts = sampler.plan(slots, num_drafts=[count] * 2), torch.full((2, count), 3)
-    made = sampler.verify(plan, logits, drafts, torch.zeros(2, dtype=torch.int64), "rejection", **given)
+    made = sampler.verify(plan, logits, torch.full((2, count), 3), torch.zeros(2).long(), "rejection", **given)
     assert made.tolist()[0] == [0]
 
 
@@ -189,9 +160,9 @@ def test_tokens_of_drawn_trees_have_the_law_of_the_target(count, rounds):
     target, drafter = table
     pairs, wrong = torch.zeros(size, size), torch.zeros(size, size)
     for number in range(rounds):
-        sampler = Sampler(size, count, backend="eager")
-        slots = [sampler.add_request(SamplingParams(seed=number * count + n)) for n in range(count)]
-        plan, zero = sampler.plan(slots), torch.zeros(count, dtype=torch.int64)
+        params, slots = [SamplingParams(seed=number * count + n) for n in range(count)], range(count)
+        sampler, plan = planned(*params, vocab_size=size, slots=count)
+        zero = torch.zeros(count, dtype=torch.int64)
         first = sampler.draft(plan, drafter[:1].expand(count, size).contiguous(), zero, False, width=width).token_ids
         below = [
             sampler.draft(plan, drafter[1 + first[:, each]], zero + 1, False, 1, width=width).token_ids
@@ -223,10 +194,9 @@ def test_tokens_of_drawn_trees_have_the_law_of_the_target(count, rounds):
 
 
 def test_handles_of_trees_are_refused():
-    sampler = Sampler(V, 4, backend="eager")
-    slots, logits = [sampler.add_request(SamplingParams(seed=1))], torch.randn(1, V)
-    handles = [sampler.draft(sampler.plan(slots), logits, torch.tensor([3]), False, offset) for offset in range(2)]
-    call = sampler.plan(slots, num_drafts=[2]), torch.randn(3, V), handles, torch.tensor([3])
+    (sampler, plan), logits = planned(SamplingParams(seed=1), num_drafts=[2]), torch.randn(1, V)
+    handles = [sampler.draft(plan, logits, torch.tensor([3]), False, offset) for offset in range(2)]
+    call = plan, torch.randn(3, V), handles, torch.tensor([3])
     with pytest.raises(ValueError, match="siblings are drawn without replacement"):
         sampler.verify(*call, "rejection", parents=[[-1, -1]])
     assert sampler.verify(*call, "match", parents=[[-1, -1]]).num_emitted.item() >= 1

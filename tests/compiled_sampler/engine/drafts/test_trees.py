@@ -27,24 +27,22 @@ from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.core.score import score_key
 from compiled_sampler.pipeline import edits as edits_of_rows
 from tests.builders.edits import EDITS, V, edited_sampler, hard_logits, random_request
-from tests.builders.sampler import REQUESTS, nothing_compiles, replay_recordings, same, stages_stay_eager
+from tests.builders.sampler import (
+    REQUESTS,
+    emptied,
+    normal_rows,
+    nothing_compiles,
+    planned,
+    recorded,
+    same,
+    sampler_with,
+    stages_stay_eager,
+)
 from tests.builders.trees import KINDS, NODES, TreeBatch, cut, logprobs_at, tree_batch, walks
 from tests.tiers import tiers
 
 ROWS = 64  # of a sampler that draws every row alone
 WAY = Verification("match", NODES, trees=True)
-
-
-def verified(sampler: Sampler, batch: TreeBatch, *, on_host: bool = False, **options: Any) -> VerifyOutputs:
-    """The results of a batch, whose requests are added and removed."""
-    plan = batch.plan(sampler)
-    drafts, parents = batch.padded()
-    mask = {} if batch.masks is None else {"token_bitmask": batch.masks}
-    tree: Any = batch.parents if on_host else parents
-    made = sampler.verify(plan, batch.logits, drafts, batch.positions, parents=tree, **mask, **options)
-    for slot in plan.slots:
-        sampler.remove_request(slot)
-    return made
 
 
 def check(made: VerifyOutputs, batch: TreeBatch) -> int:
@@ -76,7 +74,7 @@ def check(made: VerifyOutputs, batch: TreeBatch) -> int:
 def test_every_output_is_that_of_a_walk_through_rows_drawn_alone(kind, edits):
     sampler = edited_sampler("eager", ROWS)
     accepted = sum(
-        check(verified(sampler, batch), batch)
+        check(batch.verified(sampler), batch)
         for batch in (tree_batch(sampler, seed, kind=kind, edits=edits) for seed in range(4))
     )
     assert accepted > 10 or kind == "garbage"
@@ -89,27 +87,22 @@ def test_logprobs_are_those_of_the_rows_of_the_path(backend):
     for of in ("raw", "filtered"):
         logprobs = Logprobs(top=2, of=of, rank=True)
         batch.draw(eager, logprobs)
-        check(verified(sampler, batch, logprobs=logprobs), batch)
+        check(batch.verified(sampler, logprobs=logprobs), batch)
 
 
 def test_the_definition_has_every_bit_of_the_stages():
     eager, reference = (edited_sampler(each, ROWS) for each in ("eager", "reference"))
     for seed in range(6):
         batch = tree_batch(eager, seed, kind=KINDS[seed % len(KINDS)], edits=EDITS if seed % 2 else ())
-        assert same(verified(eager, batch), verified(reference, batch))
+        assert same(batch.verified(eager), batch.verified(reference))
 
 
 def test_a_chain_with_parents_is_the_chain():
     sampler = edited_sampler("eager", ROWS)
     for seed in range(3):
         batch = tree_batch(sampler, seed, kind="chain", edits=EDITS)
-        made, drafts = verified(sampler, batch), batch.padded()[0]
-        plan = batch.plan(sampler)
-        mask = {} if batch.masks is None else {"token_bitmask": batch.masks}
-        chain = sampler.verify(plan, batch.logits, drafts, batch.positions, **mask)
-        for slot in plan.slots:
-            sampler.remove_request(slot)
-        assert same(made._replace(node_ids=None), chain)
+        made = batch.verified(sampler)
+        assert same(made._replace(node_ids=None), batch.verified(sampler, parents=None))
 
 
 def test_a_chain_with_parents_is_the_chain_also_beyond_the_history():
@@ -129,12 +122,12 @@ def test_a_chain_with_parents_is_the_chain_also_beyond_the_history():
 def test_lists_on_the_host_and_flat_trees_are_the_padded_ones():
     sampler = edited_sampler("eager", ROWS)
     batch = tree_batch(sampler, 5)
-    wanted, plan = verified(sampler, batch), batch.plan(sampler)
-    assert same(verified(sampler, batch, on_host=True), wanted)
+    wanted, plan = batch.verified(sampler), batch.plan(sampler)
+    assert same(batch.verified(sampler, parents=batch.parents), wanted)
     drafts, parents = (torch.tensor([each for row in rows for each in row]) for rows in (batch.drafts, batch.parents))
+    widest = max(batch.counts)
     for tree in (parents, parents.to(torch.int32), batch.parents):
         made = sampler.verify(plan, batch.logits, drafts, batch.positions, parents=tree)
-        widest = max(batch.counts)
         assert torch.equal(made.token_ids, wanted.token_ids[:, : widest + 1])
         assert torch.equal(made.node_ids, wanted.node_ids[:, :widest])
 
@@ -142,47 +135,33 @@ def test_lists_on_the_host_and_flat_trees_are_the_padded_ones():
 @pytest.mark.parametrize("edits", [(), ("penalties", "stops")], ids=["plain", "edits"])
 def test_narrow_trees_are_replayed_in_a_wide_variant_and_slots_are_used_again(edits):
     eager = edited_sampler("eager", ROWS)
-    graph = edited_sampler(
-        "eager", 8, verifications=[WAY], buckets=[2, 8], captured_edits=[(*edits, "watermark")] if edits else ()
-    )
-    replay_recordings(graph)
-    graph.warmup(modes=["full"])
+    captured = [(*edits, "watermark")] if edits else ()
+    graph = recorded(edited_sampler("eager", 8, verifications=[WAY], buckets=[2, 8], captured_edits=captured))
     for seed in range(3):
         batch = tree_batch(eager, seed, edits=edits)
         batch.masks = None
-        narrow = max(batch.counts)
-        plan = batch.plan(graph)
-        drafts, parents = batch.padded()
-        out = None
+        plan, narrow, out = batch.plan(graph), max(batch.counts), None
+        drafts, parents = (each[:, :narrow] for each in batch.padded())
         for _ in range(2):
-            made = graph.verify(
-                plan, batch.logits, drafts[:, :narrow], batch.positions, parents=parents[:, :narrow], out=out
-            )
-            out = VerifyOutputs(*(None if each is None else torch.full_like(each, 7) for each in made))
-        wanted = verified(eager, batch)
-        assert same(
-            made, wanted._replace(token_ids=wanted.token_ids[:, : narrow + 1], node_ids=wanted.node_ids[:, :narrow])
-        )
+            made = graph.verify(plan, batch.logits, drafts, batch.positions, parents=parents, out=out)
+            out = emptied(made)
+        wanted = batch.verified(eager)
+        shape = {"token_ids": wanted.token_ids[:, : narrow + 1], "node_ids": wanted.node_ids[:, :narrow]}
+        assert same(made, wanted._replace(**shape))
         for slot in plan.slots:
             graph.remove_request(slot)
     assert graph.statistics().replays > 0
 
 
 def test_rows_without_requests_and_requests_without_drafts_emit_what_they_must():
-    sampler = Sampler(V, 4, backend="eager")
-    slot = sampler.add_request(SamplingParams(seed=1))
-    logits, none = torch.randn(2, V), torch.empty(2, 0, dtype=torch.int64)
-    made = sampler.verify(
-        sampler.plan([slot, -1], num_drafts=[0, 0]), logits, none, torch.zeros(2).long(), parents=none
-    )
-    drawn = sampler.sample(sampler.plan([slot]), logits[:1], torch.tensor([0]))
+    sampler, single = planned(SamplingParams(seed=1))
+    logits, zeros, none = torch.randn(2, V), torch.zeros(2).long(), torch.empty(2, 0).long()
+    plan = sampler.plan([0, -1], num_drafts=[0, 0])
+    made = sampler.verify(plan, logits, none, zeros, parents=none)
+    drawn = sampler.sample(single, logits[:1], zeros[:1])
     assert made.token_ids.tolist() == [drawn.token_ids.tolist(), [-1]]
     assert made.node_ids.shape == (2, 0)
-    flat = torch.empty(0, dtype=torch.int64)
-    again = sampler.verify(
-        sampler.plan([slot, -1], num_drafts=[0, 0]), logits, flat, torch.zeros(2).long(), parents=[[], []]
-    )
-    assert same(again, made)
+    assert same(sampler.verify(plan, logits, none.flatten(), zeros, parents=[[], []]), made)
 
 
 DRAFTERS = "coupled", "likeliest", "independent", "garbage"
@@ -224,9 +203,8 @@ def streams(drafter: str | None, seed: int, count: int, length: int) -> tuple[Te
         for n in range(count)
     ]
     slots = [sampler.add_request(each, [n % V]) for n, each in enumerate(params)]
-    drafting = Sampler(V, count, backend="eager")  # of several nodes at once, which penalties do not allow
-    for each in params:
-        drafting.add_request(replace(each, frequency_penalty=0.0))
+    plain = [replace(each, frequency_penalty=0.0) for each in params]
+    drafting = sampler_with(plain, V, count)  # of several nodes at once, which penalties do not allow
     texts, accepted = [[n % V] for n in range(count)], 0
     while min(map(len, texts)) <= length:
         counts = [0 if drafter is None else source.randrange(NODES + 1) for _ in texts]
@@ -271,7 +249,7 @@ def test_a_watermark_alone_copies_no_text(monkeypatch):
             rows = [next(own) for _ in range(len(tree) + 1)]
             tokens[:] = [rows[1 + parent] for parent in tree]
     batch.draw(sampler)
-    assert check(verified(sampler, batch), batch)
+    assert check(batch.verified(sampler), batch)
 
 
 HOST_FAULTS: list[tuple[Any, str]] = [
@@ -281,6 +259,7 @@ HOST_FAULTS: list[tuple[Any, str]] = [
     ([[-1, 0, 0, 0], [-1]], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
     ([-1, 0, 0, -1], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
     ([[-1, 0, 0]], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
+    ([[-1, 0.5, 0], [-1]], r"parents\[0\]\[1\] must be an int"),
     (torch.zeros(2, 2, dtype=torch.int64), r"parents must be \[2, >= 3\] as planned, got \[2, 2\]"),
     (torch.zeros(2, 4, dtype=torch.int64), r"parents must be \[2, 3\] like draft_token_ids, got \[2, 4\]"),
 ]
@@ -288,27 +267,17 @@ HOST_FAULTS: list[tuple[Any, str]] = [
 
 @pytest.mark.parametrize(("parents", "message"), HOST_FAULTS)
 def test_bad_trees_on_the_host_are_named(parents, message):
-    sampler = Sampler(V, 4, backend="eager")
-    slots = [sampler.add_request(SamplingParams(seed=n)) for n in range(2)]
-    call = sampler.plan(slots, num_drafts=[3, 1]), torch.randn(6, V), torch.zeros(2, 3).long(), torch.zeros(2).long()
-    with pytest.raises(ValueError, match=message):
+    sampler, plan = planned(*[SamplingParams(seed=1)] * 2, num_drafts=[3, 1])
+    call = plan, torch.randn(6, V), torch.zeros(2, 3).long(), torch.zeros(2).long()
+    with pytest.raises((TypeError, ValueError), match=message):
         sampler.verify(*call, parents=parents)
-
-
-def test_parents_on_the_host_are_ints():
-    sampler = Sampler(V, 4, backend="eager")
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[2])
-    call = plan, torch.randn(3, V), torch.zeros(1, 2).long(), torch.zeros(1).long()
-    with pytest.raises(TypeError, match=r"parents\[0\]\[1\] must be an int"):
-        sampler.verify(*call, parents=[[-1, 0.5]])
 
 
 @pytest.mark.parametrize(
     ("rule", "message"), [("block", "judges one chain"), ("rejection", "accepts such drafts as often")]
 )
 def test_rules_that_lose_the_law_of_a_tree_are_refused(rule, message):
-    sampler = Sampler(V, 4, backend="eager")
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[1])
+    sampler, plan = planned(SamplingParams(seed=1), num_drafts=[1])
     call = plan, torch.randn(2, V), torch.zeros(1, 1).long(), torch.zeros(1).long(), rule
     with pytest.raises(ValueError, match=message):
         sampler.verify(*call, parents=[[-1]])
@@ -317,8 +286,7 @@ def test_rules_that_lose_the_law_of_a_tree_are_refused(rule, message):
 
 
 def test_of_siblings_with_one_id_the_first_counts():
-    sampler = Sampler(V, 4, backend="eager")
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, temperature=0.0))], num_drafts=[4])
+    sampler, plan = planned(SamplingParams(temperature=0.0), num_drafts=[4])
     logits = torch.zeros(5, V).index_fill(1, torch.tensor([3]), 1.0)
     drafts = torch.tensor([[5, 3, 3, 3]])
     made = sampler.verify(plan, logits, drafts, torch.zeros(1).long(), parents=[[-1, -1, -1, 2]])
@@ -327,8 +295,7 @@ def test_of_siblings_with_one_id_the_first_counts():
 
 
 def test_a_wrong_node_is_told_and_hides_what_follows_it():
-    sampler = Sampler(V, 4, backend="eager")
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1, temperature=0.0))], num_drafts=[3])
+    sampler, plan = planned(SamplingParams(temperature=0.0), num_drafts=[3])
     logits = torch.zeros(4, V).index_fill(1, torch.tensor([3]), 1.0)
     call = plan, logits, torch.tensor([[3, 3, 3]]), torch.zeros(1).long()
     made = sampler.verify(*call, parents=torch.tensor([[-1, 1, 1]]))
@@ -352,7 +319,7 @@ def test_compiled_stages_have_the_bits_of_eager_ones(mode, edits):
             batch.masks = None
             for request in batch.requests:
                 request.given.update(of_mode)
-            assert same(verified(compiled, batch), verified(eager, batch))
+            assert same(batch.verified(compiled), batch.verified(eager))
 
 
 def test_a_warm_up_prepares_trees_and_nothing_is_compiled_for_them_later():
@@ -366,11 +333,7 @@ def test_a_warm_up_prepares_trees_and_nothing_is_compiled_for_them_later():
         for seed in range(2):
             batch = tree_batch(eager, seed, edits=("penalties", "stops") if seed else ())
             batch.masks = None
-            assert same(verified(compiled, batch), verified(eager, batch))
-
-
-def outputs_like(made: VerifyOutputs) -> VerifyOutputs:
-    return VerifyOutputs(*(None if each is None else torch.full_like(each, 7) for each in made))
+            assert same(batch.verified(compiled), batch.verified(eager))
 
 
 @pytest.mark.parametrize(
@@ -381,10 +344,9 @@ def outputs_like(made: VerifyOutputs) -> VerifyOutputs:
     ],
 )
 def test_wrong_outputs_are_named(change: Callable[[VerifyOutputs], VerifyOutputs], message):
-    sampler = Sampler(V, 4, backend="eager")
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))], num_drafts=[2])
+    sampler, plan = planned(SamplingParams(seed=1), num_drafts=[2])
     call = plan, torch.randn(3, V), torch.zeros(1, 2).long(), torch.zeros(1).long()
-    out = outputs_like(sampler.verify(*call, parents=[[-1, -1]]))
+    out = emptied(sampler.verify(*call, parents=[[-1, -1]]))
     assert sampler.verify(*call, parents=[[-1, -1]], out=out) is out
     assert len(tensors_of(out)) == 6
     with pytest.raises((TypeError, ValueError), match=message):
@@ -423,32 +385,26 @@ def test_siblings_are_the_best_of_the_race_in_order(edits):
 @pytest.mark.parametrize("rule", ["match", "rejection"])
 def test_siblings_are_replayed_where_a_verification_names_their_number(rule):
     way = Verification(rule, 6, "one_hot" if rule == "match" else "logits", trees=True, siblings=2)
-    graph, eager = edited_sampler("eager", 8, verifications=[way], buckets=[8]), edited_sampler("eager", 8)
-    replay_recordings(graph)
-    graph.warmup(modes=["full"])
-    logits, positions, made = torch.randn(3, V, generator=torch.Generator().manual_seed(5)), torch.tensor([3, 9, 4]), []
+    graph, eager = recorded(edited_sampler("eager", 8, verifications=[way], buckets=[8])), edited_sampler("eager", 8)
+    params, made = [SamplingParams(seed=n, top_k=9) for n in range(3)], list[Tensor]()
+    logits, positions = normal_rows(3, V), torch.tensor([3, 9, 4])
     for sampler in (graph, eager):
-        plan = sampler.plan([sampler.add_request(SamplingParams(seed=n, top_k=9)) for n in range(3)])
-        siblings = [
-            sampler.draft(plan, logits, positions, rule == "match", width=width).token_ids for width in (2, 2, 3)
-        ]
-        made.append(torch.cat(siblings, 1))
+        call = sampler.plan([sampler.add_request(each) for each in params]), logits, positions, rule == "match"
+        made.append(torch.cat([sampler.draft(*call, width=width).token_ids for width in (2, 2, 3)], 1))
     assert torch.equal(*made)
     assert graph.statistics().replays == 2  # of 2 siblings; three run as they are
 
 
 def test_siblings_of_small_vocabularies_of_padding_and_of_no_request_are_none():
-    sampler = Sampler(3, 4, backend="eager")
-    slot = sampler.add_request(SamplingParams(seed=1))
-    made = sampler.draft(sampler.plan([slot, -1]), torch.randn(2, 3), torch.zeros(2).long(), width=5)
+    sampler, _ = planned(SamplingParams(seed=1), vocab_size=3)
+    made = sampler.draft(sampler.plan([0, -1]), torch.randn(2, 3), torch.zeros(2).long(), width=5)
     assert sorted(made.token_ids[0].tolist()) == [-1, -1, 0, 1, 2]
     assert made.token_ids[1].tolist() == [-1] * 5
     assert sampler.draft(sampler.plan([]), torch.randn(0, 3), torch.zeros(0).long(), width=2).token_ids.shape == (0, 2)
 
 
 def test_wrong_siblings_are_named():
-    sampler = Sampler(V, 4, backend="eager")
-    plan = sampler.plan([sampler.add_request(SamplingParams(seed=1))])
+    sampler, plan = planned(SamplingParams(seed=1))
     call = plan, torch.randn(1, V), torch.zeros(1).long()
     with pytest.raises(ValueError, match=r"width must be in \[1, 64\], got 0"):
         sampler.draft(*call, width=0)
@@ -479,9 +435,8 @@ def test_edits_of_the_user_and_those_in_place_see_the_path_of_a_node(consume):
     penalties = {"presence_penalty": 2.0, "repetition_penalty": 1.5} if consume else {}
     params = SamplingParams(temperature=0.0, extra_args={"NoRepeats": {}}, **penalties)
     slot = eager.add_request(params, [1, 2], [3])
-    logits = torch.zeros(5, V).index_fill(1, torch.tensor([3]), 9.0).index_fill(1, torch.tensor([4]), 8.0)
-    logits = logits.index_fill(1, torch.tensor([5]), 7.0)
-    logits[:, 6] = 1.0
+    logits = torch.zeros(5, V)
+    logits[:, 3:7] = torch.tensor([9.0, 8.0, 7.0, 1.0])
     drafts, parents = torch.tensor([[4, 5, 5, 3]]), [[-1, -1, 0, 2]]
     plan, kept = eager.plan([slot], num_drafts=[4]), logits.clone()
     made = eager.verify(plan, logits, drafts, torch.tensor([3]), parents=parents, consume_logits=consume)

@@ -29,7 +29,7 @@ from compiled_sampler.modes import RULES, mode_table, uncovered
 from tests.builders import custom_edits
 from tests.builders.custom_edits import custom_sampler
 from tests.builders.edits import FILTERS, OF_EDIT, V
-from tests.builders.sampler import replay_recordings
+from tests.builders.sampler import holding, sampler_with
 from tests.tiers import tiers
 
 K = 2
@@ -249,18 +249,12 @@ def test_compiled_steps_say_so_too(call):
 def test_a_plan_whose_slots_an_engine_replaces_serves_what_it_says_in_every_call():
     """Logprobs, a mask, a bucket or a wider captured step made the same row one of another law."""
     sampler = Sampler(V, 2, backend="eager", buckets=[1], captured_edits=[["logit_bias", "stops"]])
-    replay_recordings(sampler)
-    sampler.warmup(modes=["full"])
-    slots = [sampler.add_request(SamplingParams(seed=1, logit_bias={3: 100.0})) for _ in range(2)]
+    holding(sampler, "graph", [SamplingParams(seed=1, logit_bias={3: 100.0})] * 2)
     masks = torch.full((2, -(-V // 32)), -1, dtype=torch.int32)
-    for edits, is_covered in (
-        (None, False),
-        (["stops"], False),
-        (["logit_bias"], True),
-        (["allowed_token_ids"], False),
-    ):
+    for edits in (None, ["stops"], ["logit_bias"], ["allowed_token_ids"]):
+        is_covered = edits == ["logit_bias"]
         for count, mode in itertools.product((1, 2), ("full", "no_filter")):
-            plan = captured(sampler, slots[:count], mode, edits)
+            plan = captured(sampler, range(count), mode, edits)
             logits, positions = given().logits[:count], given().positions[:count]
             for options in ({}, {"logprobs": Logprobs()}, {"token_bitmask": masks[:count]}):
                 drawn = sampler.sample(plan, logits, positions, **options)
@@ -325,12 +319,11 @@ def test_captured_steps_on_a_gpu_say_so_too(is_outer):
     ],
 )
 def test_edits_that_a_plan_cannot_serve_are_refused(edits, message):
-    sampler = Sampler(V, 2, backend="eager")
-    slot = sampler.add_request(SamplingParams(seed=1, logit_bias={3: 1.0}))
+    sampler = sampler_with([SamplingParams(seed=1, logit_bias={3: 1.0})])
     with pytest.raises(ValueError, match=message):
-        sampler.plan([slot, -1], edits=edits)
+        sampler.plan([0, -1], edits=edits)
     with pytest.raises(TypeError, match="edits must be a list of names"):
-        sampler.plan([slot, -1], edits="logit_bias")
+        sampler.plan([0, -1], edits="logit_bias")
 
 
 def test_a_plan_has_the_edits_that_it_serves_and_asks_what_they_ask():

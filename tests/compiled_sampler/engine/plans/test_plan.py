@@ -1,4 +1,4 @@
-"""Plans: decided from the parameters alone, few are kept, refused once they are stale, brought to the device once."""
+"""Plans: decided from the parameters, few are kept, refused once stale, brought to the device once; and their rows."""
 
 import contextlib
 import dataclasses
@@ -6,36 +6,48 @@ import gc
 import itertools
 import re
 import weakref
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_sampler import Plan, Sampler, Verification
 from compiled_sampler.engine import request_holder
 from compiled_sampler.engine.boundary.arguments import FEW
 from compiled_sampler.engine.plan import drafted_ids, padded_ids
 from compiled_sampler.engine.requests import uploads
+from compiled_sampler.engine.step import Step
+from compiled_sampler.engine.step_runner import StepRunner
 from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
-from tests.builders.sampler import REQUESTS, replay_recordings, same
+from tests.builders.sampler import (
+    REQUESTS,
+    V,
+    held,
+    holding,
+    normal_rows,
+    nothing_compiles,
+    same,
+    sampler_with,
+    shared_sampler,
+    stages_stay_eager,
+)
+from tests.tiers import tiers
 
-V = 1000
 MODES = mode_table(V, "top_k")
+COUNTS = (3, 0, 2, 1, 0, 4)
 
 
 @pytest.fixture
 def sampler() -> Sampler:
     """One request for each mode, in the first slots, and two free slots."""
-    made = Sampler(V, 8, backend="eager", buckets=(2, 4))
-    for params in REQUESTS.values():
-        made.add_request(params)
-    return made
+    return sampler_with(REQUESTS.values(), buckets=(2, 4))
 
 
 def sampled(sampler: Sampler, plan: Plan):
-    logits = torch.randn(plan.num_rows, V, generator=torch.Generator().manual_seed(7))
-    return sampler.sample(plan, logits, torch.arange(plan.num_rows))
+    return sampler.sample(plan, normal_rows(plan.num_rows), torch.arange(plan.num_rows))
 
 
 def test_a_batch_of_one_kind_takes_its_mode(sampler):
@@ -128,7 +140,8 @@ def test_requests_are_asked_for_by_an_int(sampler, slot):
 
 
 def test_plans_are_made_under_any_default_device(sampler):
-    wanted = sampler.verify(sampler.plan([0, 5], num_drafts=[0, 1]), *drafted_inputs())
+    inputs = normal_rows(3), torch.tensor([[-1], [4]]), torch.arange(2)
+    wanted = sampler.verify(sampler.plan([0, 5], num_drafts=[0, 1]), *inputs)
     sampler.add_request(REQUESTS["full"])  # forgets the plans
     torch.set_default_device("meta")
     try:
@@ -136,13 +149,7 @@ def test_plans_are_made_under_any_default_device(sampler):
     finally:
         torch.set_default_device(None)
     assert {each.device.type for each in (plan.slot_ids, plan.draft_counts, plan.drafted)} == {"cpu"}
-    assert same(sampler.verify(plan, *drafted_inputs()), wanted)
-
-
-def drafted_inputs():
-    """Inputs of a verification of no draft and one."""
-    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(7))
-    return logits, torch.tensor([[-1], [4]]), torch.arange(2)
+    assert same(sampler.verify(plan, *inputs), wanted)
 
 
 @pytest.mark.parametrize("plan", [None, 3])
@@ -202,19 +209,15 @@ def test_a_plan_serves_while_its_own_requests_stay(sampler):
     assert same(sampled(sampler, sampler.plan([1, -1, 3])), wanted)
 
 
-def sampler_of(*names: str) -> Sampler:
-    """Replays recordings; the requests are in its first slots."""
-    sampler = Sampler(V, 4, backend="eager", buckets=[2], verifications=[Verification("match", 2)])
-    replay_recordings(sampler)
-    sampler.warmup(modes=["greedy"])
-    for name in names:
-        sampler.add_request(REQUESTS[name])
-    return sampler
+def recorded(count: int) -> Sampler:
+    """Replays recordings for as many greedy requests."""
+    made = Sampler(V, 4, backend="eager", buckets=[2], verifications=[Verification("match", 2)])
+    return holding(made, "graph", [REQUESTS["greedy"]] * count, ["greedy"])
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])
 def test_few_plans_are_kept(has_drafts):
-    sampler = sampler_of("greedy", "greedy")
+    sampler = recorded(2)
     for i, rows in itertools.product(range(50), range(6)):
         counts = [rows, i] if has_drafts else None
         slots = [0, 1] if has_drafts else [i % 2] * (1 + rows + i)
@@ -224,7 +227,7 @@ def test_few_plans_are_kept(has_drafts):
 
 
 def test_slots_that_stay_are_not_brought_again(monkeypatch):
-    sampler, sent = sampler_of("greedy", "greedy", "greedy"), []
+    sampler, sent = recorded(3), []
     send = PinnedRing.send
     monkeypatch.setattr(PinnedRing, "send", lambda ring, *given: sent.append(ring) or send(ring, *given))
 
@@ -245,8 +248,7 @@ def test_slots_that_stay_are_not_brought_again(monkeypatch):
 
 def test_captures_that_use_plans_first_read_their_numbers_however_many_they_are(monkeypatch):
     """A capture took pinned memory that only a new plan brought, each time that it read a plan: it ran out."""
-    sampler = Sampler(V, 4, backend="eager")
-    sampler.add_request(REQUESTS["greedy"])
+    sampler = sampler_with([REQUESTS["greedy"]])
     with monkeypatch.context() as patched:  # a CPU stands for the device
         patched.setattr(torch.cuda, "Stream", lambda device: None)
         patched.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -278,7 +280,7 @@ def test_captures_that_use_plans_first_read_their_numbers_however_many_they_are(
 
 
 def test_a_plan_that_a_graph_reads_is_not_freed(monkeypatch):
-    sampler = sampler_of("greedy", "greedy")
+    sampler = recorded(2)
     plans = [sampler.plan([slot]) for slot in (0, 1)]
     for plan, is_captured in zip(plans, (True, False), strict=True):
         with monkeypatch.context() as patched:
@@ -289,3 +291,94 @@ def test_a_plan_that_a_graph_reads_is_not_freed(monkeypatch):
     del plans, plan
     gc.collect()
     assert [each() is not None for each in held] == [True, False]
+
+
+# Rows of logits.
+
+
+def by_row(numbers: list[int]) -> list[int]:
+    """A number for each request as one for each of its rows."""
+    return [number for number, count in zip(numbers, COUNTS, strict=True) for _ in range(count + 1)]
+
+
+def test_requests_have_their_rows_one_after_the_other(sampler):
+    plan = sampler.plan(range(6), num_drafts=COUNTS)
+    assert plan.first_rows == (0, 4, 5, 8, 10, 11)
+    assert plan.first_rows[-1] + COUNTS[-1] + 1 == plan.num_rows
+    assert sampler.plan([3, -1, 0]).first_rows == sampler.plan([3, -1, 0], num_drafts=[0] * 3).first_rows == (0, 1, 2)
+    assert sampler.plan([]).first_rows == sampler.plan([], num_drafts=[]).first_rows == ()
+
+
+@pytest.mark.parametrize("backend", tiers(["reference", "eager"], ["reference", "eager", "compiled", "graph"]))
+def test_probs_of_drafts_are_those_of_the_same_rows_without_drafts(backend):
+    sampler, logits = shared_sampler(V, backend=backend), normal_rows(sum(COUNTS) + 6)
+    with held(sampler, list(REQUESTS.values())) as taken:
+        slots = [*taken[:2], -1, *taken[3:]]
+        plan = sampler.plan(slots, num_drafts=COUNTS)
+        law = sampler.probs(plan, logits)
+        assert torch.equal(law, sampler.probs(sampler.plan(by_row(slots)), logits))
+        assert law.sum(-1).tolist() == pytest.approx([float(slot >= 0) for slot in by_row(slots)], abs=1e-6)
+        part = torch.full_like(law, -7.0)
+        assert sampler.probs(plan, logits, out=part) is part
+        assert torch.equal(part, law)
+
+
+def test_probs_follow_the_buffers_of_an_engine(sampler):
+    plan = sampler.plan([5, 5, 5], mode="full", num_drafts=[2, 2, 2])
+    slots, counts = torch.tensor([1, -1, 4]), torch.tensor([3, -1, 1])
+    replaced = dataclasses.replace(plan, slot_ids=slots, draft_counts=counts)
+    logits = normal_rows(9)
+    wanted = sampler.probs(sampler.plan([1] * 4 + [4] * 2 + [-1] * 3, mode="full"), logits)
+    assert torch.equal(sampler.probs(replaced, logits), wanted)
+
+
+def test_after_a_warmup_probs_compile_nothing():
+    sampler = Sampler(V, 2, backend="compiled", probabilities=True)
+    with stages_stay_eager():
+        sampler.warmup(modes=["greedy"])
+    slot = sampler.add_request(REQUESTS["greedy"])
+    plans = [sampler.plan([slot]), sampler.plan([slot] * 2), sampler.plan([slot], num_drafts=[1])]
+    with nothing_compiles():
+        laws = [sampler.probs(plan, normal_rows(plan.num_rows)) for plan in plans]
+    assert torch.equal(laws[1], laws[2])
+
+
+@pytest.mark.parametrize("largest", [2, 3, 8])
+def test_steps_get_numbers_laid_out_as_at_warmup(monkeypatch, largest):
+    """Another stride or an unaligned address would be another kernel, compiled at the first call."""
+    sampler = sampler_with([REQUESTS["greedy"]] * 4, buckets=[largest])
+    seen: list[Tensor] = []
+    resolve = StepRunner.resolve
+
+    def watched(runner: StepRunner, step: Step, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
+        seen.extend(tensor for name, tensor in tensors.items() if name in ("positions", "offsets"))
+        return resolve(runner, step, plan, tensors, out)
+
+    monkeypatch.setattr(StepRunner, "resolve", watched)
+    for count in (1, 3, 4):
+        sampler.probs(sampler.plan(range(count)), normal_rows(count))
+        sampler.draft(sampler.plan(range(count)), normal_rows(count), torch.arange(count), False, offset=1)
+    assert len(seen) == 9
+    assert [each.tolist() for each in seen[2::3]] == [[1], [1] * 3, [1] * 4]
+    assert all(each.stride() == (1,) and each.data_ptr() % 16 == 0 for each in seen)
+
+
+@pytest.mark.parametrize("rows", [11, 17])
+def test_probs_of_drafts_have_a_row_for_each_token_that_may_be_drawn(sampler, rows):
+    plan = sampler.plan(range(6), num_drafts=COUNTS)
+    with pytest.raises(ValueError, match=rf"logits must be \[16, >= {V}\], got \[{rows}, {V}\]"):
+        sampler.probs(plan, normal_rows(rows))
+
+
+def test_plans_and_drafts_print_modes_and_first_requests_and_no_tensor(sampler):
+    assert repr(sampler.plan([0, -1])) == "Plan(mode='greedy', slots=(0, -1))"
+    assert repr(sampler.plan([2], num_drafts=[3])) == "Plan(mode='min_p', slots=(2,), num_drafts=(3,))"
+    long = repr(sampler.plan([0] * 500, num_drafts=[1] * 500))
+    assert "slots=(0, 0, 0, 0, 0, 0, 0, 0, ... 500 in all), num_drafts=(1, 1," in long
+    assert len(long) < 200
+    replaced = dataclasses.replace(sampler.plan([0]), slot_ids=torch.empty(1, dtype=torch.int64, device="meta"))
+    assert repr(replaced) == "Plan(mode='greedy', slots=(0,), replaced=('slot_ids',))"
+    broken = dataclasses.replace(sampler.plan([0]), slots=torch.zeros(1), mode=None)
+    assert repr(broken) == "Plan(mode='NoneType', slots=Tensor, replaced=('slots', 'mode'))"
+    draft = sampler.draft(sampler.plan([1, 2]), normal_rows(2), torch.arange(2), False, offset=3)
+    assert repr(draft) == "Draft(offset=3, coupled=False, plan=Plan(mode='min_p', slots=(1, 2)))"

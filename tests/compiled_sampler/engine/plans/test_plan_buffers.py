@@ -1,4 +1,4 @@
-"""Buffers that an engine puts into a plan: ragged counts are read on the device, and what does not fit is refused."""
+"""Ragged drafts, padded or one row after the other, whose counts are planned or lie in buffers of an engine."""
 
 import dataclasses
 import itertools
@@ -7,28 +7,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification
+from compiled_sampler import Draft, Plan, Sampler, SamplingParams
 from compiled_sampler.engine.requests.uploads import PlannedTensors
 from compiled_sampler.modes import MOST_DRAFTS, RULES, mode_table
-from tests.builders.sampler import replay_recordings, same
+from tests.builders.sampler import emptied, normal_rows, same, sampler_with, verifying_sampler
 from tests.tiers import tiers
 
 V, K, N = 40, 3, 4
-PARAMS = [SamplingParams(seed=n + 1, top_k=6 if n % 2 else 0, temperature=0.9) for n in range(N)]
+PARAMS = [SamplingParams(seed=n + 1, top_k=6 if n % 2 else 0, temperature=0.9 * (n != 2)) for n in range(N)]
 DTYPES = torch.int64, torch.int32
 COUNTS = [[1, 3, 0, 2], [3, 3, 3, 3], [0, 0, 0, 1], [0, 0, 0, 0], [3, 0, 3, -1]]
 
 
 @pytest.fixture
 def sampler() -> Sampler:
-    made = Sampler(V, N, backend="eager")
-    for params in PARAMS:
-        made.add_request(params)
-    return made
+    return sampler_with(PARAMS, V, N)
 
 
-def logits_of(rows: int, seed: int) -> Tensor:
-    return 2.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
+@pytest.fixture(params=["eager", "reference", "graph"])
+def on_each(request: pytest.FixtureRequest) -> Sampler:
+    return verifying_sampler(request.param, V, PARAMS, K)
+
+
+def logits_of(rows: int, seed: int = 0) -> Tensor:
+    return normal_rows(rows, V, seed)
 
 
 def handles(sampler: Sampler) -> list[Draft]:
@@ -75,20 +77,86 @@ def call(sampler: Sampler, plan: Plan) -> None:
         sampler.verify(plan, torch.zeros(plan.num_rows, V), tokens, torch.arange(N))
 
 
-@pytest.mark.parametrize("backend", ["eager", "reference", "graph"])
-@pytest.mark.parametrize(
-    ("rule", "dtype"),
-    tiers([("match", torch.int32), ("block", torch.int64)], itertools.product(RULES, DTYPES)),
-    ids=str,
-)
-def test_sums_of_counts_are_taken_as_the_counts(backend, dtype, rule):
-    ways = [Verification(rule, K)]
-    sampler = Sampler(V, N, backend="eager" if backend == "graph" else backend, buckets=[N], verifications=ways)
-    if backend == "graph":
-        replay_recordings(sampler)
-        sampler.warmup(modes=["full"])
-    for params in PARAMS:
-        sampler.add_request(params)
+# Drafts one row after the other, and sums of counts.
+
+
+def drafts_of(sampler: Sampler, plan: Plan, logits: Tensor) -> Tensor:
+    """Padded drafts ``[N, K]`` of which some are accepted, and some are no token ids."""
+    made = torch.randint(-1, V + 1, (N, plan.width), generator=torch.Generator().manual_seed(1))
+    for _ in range(2 if plan.width else 0):
+        made[:, :2] = sampler.verify(plan, logits, made, torch.arange(N)).token_ids[:, : min(plan.width, 2)]
+    return made
+
+
+def flat_of(tokens: Tensor, counts: list[int]) -> Tensor:
+    return torch.cat([row[: max(count, 0)] for row, count in zip(tokens, counts, strict=True)])
+
+
+@pytest.mark.parametrize("counts", tiers([COUNTS[0], COUNTS[3]], COUNTS[:4]), ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_flat_drafts_are_verified_as_padded_ones(on_each, rule, counts):
+    sampler = on_each
+    plan, where = sampler.plan(range(N), "full", counts), torch.arange(N)
+    logits = logits_of(plan.num_rows)
+    tokens = drafts_of(sampler, plan, logits)
+    flat, wanted = flat_of(tokens, counts), sampler.verify(plan, logits, tokens, where, rule)
+    assert (wanted.num_accepted > 0).any() or rule != "match" or not plan.width
+    strided = torch.full((3 * len(flat),), V - 1)[::3].copy_(flat)
+    for given in (flat, strided, flat.int(), flat):
+        before = given.clone()
+        assert same(sampler.verify(plan, logits, given, where, rule), wanted)
+        out = emptied(wanted)
+        assert sampler.verify(plan, logits, given, where, rule, out=out) is out
+        assert same(out, wanted)
+        assert torch.equal(given, before)
+    if rule != "match" and plan.width:
+        probs = torch.softmax(logits_of(len(flat)), -1)
+        found, own = (sampler.verify(plan, logits, each, where, rule, draft_probs=probs) for each in (flat, tokens))
+        assert same(found, own)
+    probs = torch.softmax(logits, -1)
+    found, own = (sampler.verify_from_probs(plan, probs, each, where, rule=rule) for each in (flat, tokens))
+    assert same(found, own)
+
+
+RULES_AND_DTYPES = tiers([("match", torch.int32), ("block", torch.int64)], itertools.product(RULES, DTYPES))
+
+
+@pytest.mark.parametrize(("rule", "dtype"), RULES_AND_DTYPES, ids=str)
+def test_flat_drafts_of_counts_on_the_device(on_each, rule, dtype):
+    sampler = on_each
+    full, where = sampler.plan(range(N), "full", [K] * N), torch.arange(N)
+    logits, buffer, slots = logits_of(full.num_rows), torch.zeros(N, dtype=dtype), torch.arange(N, dtype=dtype)
+    tokens = drafts_of(sampler, full, logits)
+    plan = dataclasses.replace(full, draft_counts=buffer, slot_ids=slots)
+    for counts in (*COUNTS, [3, -1, 0, -1]):
+        buffer.copy_(torch.tensor(counts))
+        slots.copy_(torch.where(buffer < 0, -1, torch.arange(N)))
+        own = flat_of(tokens, counts)
+        for junk in (-1, V - 1, 2**40):
+            flat = torch.full((N * K,), junk)
+            flat[: len(own)] = own
+            found, wanted = (sampler.verify(plan, logits, each, where, rule) for each in (flat, tokens))
+            assert same(found, wanted)
+
+
+def test_plans_of_one_shape_have_places_of_their_own(on_each):
+    """A known call of the same sizes is no call of the same counts."""
+    logits, where, flat = logits_of(N + 5), torch.arange(N), torch.arange(5)
+    outs = []
+    for counts in ([3, 1, 0, 1], [1, 3, 1, 0], [0, 1, 3, 1], [3, 1, 0, 1]):
+        plan = on_each.plan(range(N), "full", counts)
+        tokens = torch.full((N, K), -1)
+        for row, its in zip(tokens, torch.split(flat, counts), strict=True):
+            row[: len(its)] = its
+        outs.append(on_each.verify(plan, logits, flat, where, "rejection"))
+        assert same(outs[-1], on_each.verify(plan, logits, tokens, where, "rejection"))
+    assert same(outs[0], outs[-1])
+    assert not same(outs[0], outs[1])
+
+
+@pytest.mark.parametrize(("rule", "dtype"), RULES_AND_DTYPES, ids=str)
+def test_sums_of_counts_are_taken_as_the_counts(on_each, dtype, rule):
+    sampler = on_each
     full, positions = sampler.plan(range(N), "full", [K] * N), torch.arange(N)
     counts, sums = torch.zeros(N, dtype=torch.int64), torch.zeros(N, dtype=dtype)
     plans = dataclasses.replace(full, draft_counts=counts), dataclasses.replace(full, cumulative_drafts=sums)
@@ -98,11 +166,14 @@ def test_sums_of_counts_are_taken_as_the_counts(backend, dtype, rule):
         counts.copy_(torch.tensor(each))
         sums.copy_(counts.cumsum(0))
         before = sums.clone()
-        for drafts in (padded, flat, flat.int(), *([own] if backend != "reference" else [])):
+        for drafts in (padded, flat, flat.int(), *([own] if sampler.backend != "reference" else [])):
             found, wanted = (sampler.verify(plan, logits, drafts, positions, rule) for plan in plans[::-1])
             assert same(found, wanted)
         assert torch.equal(*(sampler.probs(plan, logits) for plan in plans))
         assert torch.equal(sums, before)
+
+
+# What does not fit.
 
 
 def test_counts_come_in_one_form(sampler):
@@ -150,10 +221,7 @@ def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, word
         ("cumulative_drafts", [K, K + 2, K + 2, K + 2], "as differences, must take 8 rows at most, got 9; plan"),
     ],
 )
-def test_numbers_out_of_range_are_refused_on_the_cpu(name, numbers, words):
-    sampler = Sampler(V, N, backend="eager")
-    for n in range(N):
-        sampler.add_request(SamplingParams(seed=n))
+def test_numbers_out_of_range_are_refused_on_the_cpu(sampler, name, numbers, words):
     plan = sampler.plan(range(N), num_drafts=[K, 1, 0, 0])  # 8 rows
     with pytest.raises(ValueError, match=rf"plan\.{name},? ?{words}"):
         call(sampler, dataclasses.replace(plan, **{name: torch.tensor(numbers)}))

@@ -17,14 +17,9 @@ from tests.builders.custom_edits import (
     row_of,
 )
 from tests.builders.edits import random_mask
-from tests.builders.sampler import SHARED_SLOTS, nothing_compiles, stages_stay_eager
+from tests.builders.sampler import SHARED_SLOTS, nothing_compiles, planned, stages_stay_eager
 
 PROMPT = [3, 10, 4, 4]
-
-
-def rows_of(tokens, edits, inputs, first=0):
-    """The texts of a request's rows, each with one token more."""
-    return [Text(edits, each, row_of(inputs, first + n)) for n, each in enumerate(tokens)]
 
 
 @dataclass(frozen=True)
@@ -67,16 +62,15 @@ def test_rows_without_an_edit_read_numbers_that_a_request_may_have():
 
 def test_masks_act_before_and_after_and_the_library_s_edits_before():
     """A mask that an edit would lift stays; a bias is seen by the edit."""
-    sampler, plain = custom_sampler("eager", 1), Sampler(V, 1, backend="eager")
+    sampler, (plain, plan_of) = custom_sampler("eager", 1), planned(SamplingParams(seed=1))
     own = {"seed": 1, "logit_bias": {8: 2.5, 64: -1.0}, "allowed_token_ids": range(1, V)}
     plan = sampler.plan([sampler.add_request(params_with([*EDITS], **own), PROMPT)])
-    plan_of = plain.plan([plain.add_request(SamplingParams(seed=1))])
     logits, inputs, mask = torch.randn(1, V), random_inputs(1, 0), random_mask(random.Random(4), 1, V)
     bits = ((mask[:, torch.arange(V) >> 5] >> (torch.arange(V) & 31)) & 1 != 0) & (torch.arange(V) > 0)
     biased = torch.where(bits, logits, float("-inf"))
     biased[0, 8] += 2.5
     biased[0, 64] -= 1.0
-    wanted = torch.where(bits, edited_before(biased, rows_of([PROMPT], [*EDITS], inputs)), float("-inf"))
+    wanted = torch.where(bits, edited_before(biased, [Text([*EDITS], PROMPT, row_of(inputs, 0))]), float("-inf"))
     given = {"token_bitmask": mask, "edit_inputs": inputs}
     assert torch.equal(sampler.edited_logits(plan, logits, torch.tensor([4]), **given), wanted)
     drawn = sampler.sample(plan, logits, torch.tensor([4]), **given)
@@ -132,7 +126,8 @@ def test_a_warmed_up_sampler_compiles_nothing_in_a_step():
     with nothing_compiles():
         for rows in (1, 3):
             logits, positions, inputs = torch.randn(rows, V), torch.full((rows,), 4), random_inputs(rows, rows)
-            plan = sampler.plan(slots[:rows])
-            plan_of = wanted.plan(others[:rows])
-            found = sampler.sample(plan, logits, positions, edit_inputs=inputs)
-            assert found.tolist() == wanted.sample(plan_of, logits, positions, edit_inputs=inputs).tolist()
+            found, told = (
+                each.sample(each.plan(own[:rows]), logits, positions, edit_inputs=inputs).tolist()
+                for each, own in ((sampler, slots), (wanted, others))
+            )
+            assert found == told

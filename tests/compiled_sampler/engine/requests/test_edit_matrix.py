@@ -16,7 +16,7 @@ from compiled_sampler.edits import EDIT_SPECS, PARAMETERS
 from compiled_sampler.modes import TOP_P_BASES
 from tests.builders import custom_edits
 from tests.builders.custom_edits import Text, custom_sampler, edited_before, random_inputs, row_of
-from tests.builders.edits import FILTERS, OF_EDIT, Request, V, edited_rows, random_mask
+from tests.builders.edits import FILTERS, OF_EDIT, Request, V, added_to, edited_rows, random_mask
 from tests.oracles import oracle_edits
 from tests.tiers import tiers
 
@@ -230,10 +230,8 @@ def marked(dtype: torch.dtype, base: str) -> dict[str, Any]:
     given, plain = raw(dtype), sampler_of(torch.float32, base)
     texts = [[*PROMPT, *OUTPUT, *given.drafts[n, :place].tolist()] for n, place in PLACES]
     keyed = torch.tensor([oracle_edits.noise_position(len(text), text, 2) for text in texts])
-    slots = [each.added(plain) for each in requests_with({})]
-    drawn = plain.sample(plain.plan([slots[n] for n, _ in PLACES]), given.logits.float(), keyed)
-    for slot in slots:
-        plain.remove_request(slot)
+    with added_to(requests_with({}), plain) as [(_, slots)]:
+        drawn = plain.sample(plain.plan([slots[n] for n, _ in PLACES]), given.logits.float(), keyed)
     tokens = dict(zip(PLACES, drawn.token_ids.tolist(), strict=True))
     rows = []
     for n, count in enumerate(COUNTS):
@@ -311,7 +309,6 @@ LAW = {"seed": 3, "temperature": 0.9}
 
 @functools.cache
 def sampler_of_one(device: str, backend: str) -> Sampler:
-    """With one slot."""
     return custom_sampler(backend, 1, device=device)
 
 

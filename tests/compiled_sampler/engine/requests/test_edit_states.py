@@ -1,5 +1,7 @@
 """State by slot of the user's edits: read by every step where it lies, written by the engine, new for each request."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -18,23 +20,17 @@ from tests.builders.edit_states import (
     stateful_sampler,
     write_states,
 )
-from tests.builders.sampler import replay_recordings
+from tests.builders.sampler import held, only_replays, recorded
+from tests.tiers import tiers
 
 POSITIONS = torch.tensor([4, 9, 4, 7])
 
 
-@pytest.mark.parametrize("edits", [["RequestMask"], ["RunningBias"], [*EDITS]], ids="+".join)
-@pytest.mark.parametrize("backend", ["reference", "eager"])
-def test_every_step_reads_the_state_of_its_rows(edits, backend):
-    reads_in_every_step(edits, backend)
+EACH = [*itertools.product(("reference", "eager"), (["RequestMask"], ["RunningBias"], [*EDITS]))]
 
 
-@pytest.mark.full
-def test_every_compiled_step_reads_the_state_of_its_rows():
-    reads_in_every_step([*EDITS], "compiled")
-
-
-def reads_in_every_step(edits, backend):
+@pytest.mark.parametrize(("backend", "edits"), tiers(EACH, [("compiled", [*EDITS])]), ids=str)
+def test_every_step_reads_the_state_of_its_rows(backend, edits):
     """Slot 0 has no edit, slots 1 and 2 have edits, and a row is padding: by every kind of step and rule."""
     given = {"temperature": 0.9, "seed": 5}
     sampler, plain = stateful_sampler(backend, 3), Sampler(V, 3, backend="eager")
@@ -144,30 +140,22 @@ def test_gradients_of_what_an_engine_writes_reach_no_step_and_no_request():
 def test_recorded_steps_read_what_was_written_after_they_were_recorded():
     """Recorded with both edits before any request was there, for batches with fewer of them too."""
     ways = [Verification("match", 2), Verification("rejection", 2)]
-    made = stateful_sampler("eager", 4, buckets=[4], captured_edits=[[*EDITS]], verifications=ways)
-    replay_recordings(made)
-    made.warmup(modes=["full"])
-    before, wanted = made.statistics(), stateful_sampler("eager", 4)
+    made = recorded(stateful_sampler("eager", 4, buckets=[4], captured_edits=[[*EDITS]], verifications=ways))
+    wanted = stateful_sampler("eager", 4)
     for edits in (["RunningBias"], [*EDITS]):
-        samplers = made, wanted
-        slots = [[each.add_request(params_with(edits, top_p=0.9, seed=n)) for n in range(3)] for each in samplers]
-        for step in range(3):
-            logits, drafts, positions = torch.randn(9, V), torch.randint(V, (3, 2)), torch.full((3,), step)
-            results = []
-            for each, own in zip(samplers, slots, strict=True):
-                if step:
-                    write_states(each, random_states(4, step))
-                drawn = each.sample(each.plan(own, mode="full"), logits[:3], positions)
-                plan = each.plan(own, mode="full", num_drafts=[2] * 3)
-                judged = each.verify(plan, logits, drafts, positions, "rejection")
-                results.append([tensor.tolist() for out in (drawn, judged) for tensor in tensors_of(out)])
-            assert results[0] == results[1]
-        for each, own in zip(samplers, slots, strict=True):
-            for slot in own:
-                each.remove_request(slot)
-    after = made.statistics()
-    assert (after.captures, after.direct_runs) == (before.captures, before.direct_runs)
-    assert after.replays >= before.replays + 12
+        params = [params_with(edits, top_p=0.9, seed=n) for n in range(3)]
+        with held(made, params) as slots, held(wanted, params) as others, only_replays(made, 6):
+            for step in range(3):
+                logits, drafts, positions = torch.randn(9, V), torch.randint(V, (3, 2)), torch.full((3,), step)
+                results = []
+                for each, own in ((made, slots), (wanted, others)):
+                    if step:
+                        write_states(each, random_states(4, step))
+                    drawn = each.sample(each.plan(own, mode="full"), logits[:3], positions)
+                    plan = each.plan(own, mode="full", num_drafts=[2] * 3)
+                    judged = each.verify(plan, logits, drafts, positions, "rejection")
+                    results.append([tensor.tolist() for out in (drawn, judged) for tensor in tensors_of(out)])
+                assert results[0] == results[1]
 
 
 def test_statistics_count_the_bytes_of_state_from_the_start():

@@ -3,7 +3,6 @@
 import math
 import random
 from functools import partial
-from itertools import count
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from tests.builders.edits import (
     plain_tokens,
     random_request,
 )
-from tests.builders.sampler import replay_recordings
+from tests.builders.sampler import planned, recorded
 from tests.tiers import tiers
 
 ROWS = 16
@@ -47,9 +46,8 @@ def test_a_request_that_is_preempted_goes_on_with_the_same_tokens():
                     slots[n] = own[n].added(sampler)
                 sampler.remove_request(blocker)
             positions = torch.tensor([each.position for each in own])
-            for each, token in zip(
-                own, sampler.sample(sampler.plan(slots), rows[step], positions).tolist(), strict=True
-            ):
+            tokens = sampler.sample(sampler.plan(slots), rows[step], positions).tolist()
+            for each, token in zip(own, tokens, strict=True):
                 each.output.append(max(token, 0))
         for slot in slots:
             sampler.remove_request(slot)
@@ -64,8 +62,7 @@ def test_slots_that_are_used_again_keep_nothing(num_requests):
     source = random.Random(7)
     sampler, plain = edited_sampler("eager", 3), Sampler(V, 3, backend="eager")
     slots, requests, logits = list[int](), list[Request](), torch.randn(3, V)
-    seen = count()
-    while next(seen) < num_requests:
+    for _ in range(num_requests):
         if len(slots) == 3 or (slots and source.random() < 0.4):
             slot = slots.pop(place := source.randrange(len(slots)))
             sampler.remove_request(slot)
@@ -128,8 +125,7 @@ def test_a_warmup_or_capture_between_steps_changes_no_history():
     """Captures run a step first; with the slots of the last batch it would write what that step draws."""
     source = random.Random(3)
     made, wanted = (edited_sampler("eager", 3, captured_edits=[EDITS], buckets=[4]) for _ in range(2))
-    replay_recordings(made)
-    made.warmup(modes=["full"])
+    recorded(made)
     requests = [random_request(source, V, ["penalties", "bad_words"]) for _ in range(3)]
     slots, others = [each.added(made) for each in requests], [each.added(wanted) for each in requests]
     logits, positions = torch.zeros(3, V), torch.tensor([each.position for each in requests])
@@ -192,9 +188,10 @@ def test_edits_take_denormals_for_zeros_in_every_mode_of_the_cpu(flushes):
 
 
 def test_a_position_beyond_the_history_is_told():
-    sampler = edited_sampler("eager", 1)
-    slot = sampler.add_request(SamplingParams(seed=1, presence_penalty=1.0))
-    plan, logits = sampler.plan([slot]), torch.randn(1, V)
+    (sampler, plan), logits = (
+        planned(SamplingParams(seed=1, presence_penalty=1.0), history_len=HISTORY),
+        torch.randn(1, V),
+    )
     for position, is_told in ((HISTORY - 1, False), (HISTORY, False), (HISTORY + 1, True), (2**62, True)):
         status = sampler.sample(plan, logits, torch.tensor([position])).status.item()
         assert bool(status & RowStatus.HISTORY_EXCEEDED) == is_told
@@ -209,18 +206,15 @@ def test_a_position_beyond_the_history_is_told():
 
 def test_logits_that_cannot_be_written_are_not_consumed():
     request = random_request(random.Random(1), V, ["penalties"])
-    for dtype, logits, error in (
-        (torch.bfloat16, torch.zeros(2, V, dtype=torch.bfloat16), ValueError),
-        (torch.float32, torch.zeros(1, V).expand(2, V), ValueError),
-    ):
-        sampler = edited_sampler("eager", 2, logits_dtype=dtype)
+    for logits in (torch.zeros(2, V, dtype=torch.bfloat16), torch.zeros(1, V).expand(2, V)):
+        sampler = edited_sampler("eager", 2, logits_dtype=logits.dtype)
         plan = sampler.plan([request.added(sampler), request.added(sampler)])
         for leave in (True, "restore"):
-            with pytest.raises(error, match="consume_logits must be False"):
+            with pytest.raises(ValueError, match="consume_logits must be False"):
                 sampler.sample(plan, logits, torch.tensor([3, 4]), consume_logits=leave)
         for leave, other in ((1, TypeError), (None, TypeError), ("restored", ValueError), ("", ValueError)):
             with pytest.raises(other, match="consume_logits must be a bool"):
-                sampler.sample(plan, torch.zeros(2, V, dtype=dtype), torch.tensor([3, 4]), consume_logits=leave)
+                sampler.sample(plan, torch.zeros_like(logits), torch.tensor([3, 4]), consume_logits=leave)
 
 
 @pytest.mark.parametrize("leave", ["consume_logits", "restore_logits"])
@@ -287,9 +281,8 @@ def test_ids_that_no_logit_has_count_for_nothing_in_a_history_and_keep_their_pos
 
 
 def test_the_allowed_tokens_that_a_logit_has_are_those_that_may_be_drawn():
-    sampler = edited_sampler("eager", 1)
-    slot = sampler.add_request(SamplingParams(seed=1, allowed_token_ids=[7, V, V + 31]))
-    kept = sampler.edited_logits(sampler.plan([slot]), torch.zeros(1, V), torch.tensor([0])).isfinite()
+    sampler, plan = planned(SamplingParams(seed=1, allowed_token_ids=[7, V, V + 31]))
+    kept = sampler.edited_logits(plan, torch.zeros(1, V), torch.tensor([0])).isfinite()
     assert kept.nonzero().tolist() == [[0, 7]]
 
 
@@ -302,8 +295,8 @@ def test_edits_without_a_history_and_requests_that_stand_twice_are_refused():
         sampler.plan([slot, slot])
     with pytest.raises(ValueError, match="positions must be given for penalties"):
         sampler.probs(sampler.plan([slot]), torch.zeros(1, V))
+    call = sampler.plan([slot]), torch.zeros(1, V), torch.tensor([1])
     with pytest.raises(TypeError, match=r"token_bitmask must be torch\.int32"):
-        sampler.sample(sampler.plan([slot]), torch.zeros(1, V), torch.tensor([1]), token_bitmask=torch.ones(1, 5))
-    mask = torch.ones(1, 4, dtype=torch.int32)
+        sampler.sample(*call, token_bitmask=torch.ones(1, 5))
     with pytest.raises(ValueError, match=r"token_bitmask must be \[1, >= 5\]"):
-        sampler.sample(sampler.plan([slot]), torch.zeros(1, V), torch.tensor([1]), token_bitmask=mask)
+        sampler.sample(*call, token_bitmask=torch.ones(1, 4).int())

@@ -14,8 +14,8 @@ from tests.builders.edits import (
     BOUNDED_EDITS,
     EDITS,
     HISTORY,
-    Request,
     V,
+    added_to,
     edited_rows,
     edited_sampler,
     hard_logits,
@@ -23,7 +23,7 @@ from tests.builders.edits import (
     random_mask,
     random_request,
 )
-from tests.builders.sampler import SHARED_SLOTS, replay_recordings
+from tests.builders.sampler import SHARED_SLOTS, only_replays, recorded
 from tests.oracles import oracle_edits
 from tests.tiers import tiers
 
@@ -37,10 +37,6 @@ ROUNDS = [
 ]
 
 
-def is_finished(request: Request, token: int) -> bool:
-    return token in oracle_edits.stops(request.given)
-
-
 @pytest.mark.parametrize(
     ("backend", "rounds", "edits"),
     tiers(ROUNDS[:3], ROUNDS),
@@ -52,20 +48,19 @@ def test_random_requests_draw_what_the_slow_truth_edits(backend, rounds, edits):
     plain = Sampler(V, ROWS, backend="eager")
     for _ in range(rounds):
         requests = [random_request(source, V, edits) for _ in range(ROWS)]
-        slots = [each.added(sampler) for each in requests]
-        plan = sampler.plan(slots)
-        for _ in range(STEPS):
-            logits, positions = hard_logits(source, ROWS), torch.tensor([each.position for each in requests])
-            mask = random_mask(source, ROWS, V) if source.random() < 0.4 else None
-            made = sampler.sample(plan, logits, positions, token_bitmask=mask)
-            edited = edited_rows(logits, requests, mask)
-            wanted = plain_tokens(plain, requests, edited, positions)
-            assert (made.token_ids.tolist(), made.status.tolist()) == wanted
-            for row, (request, token) in enumerate(zip(requests, wanted[0], strict=True)):
-                assert bool(made.finished[row]) == (token < 0 or is_finished(request, token))
-                request.output.append(token)
-        for slot in slots:
-            sampler.remove_request(slot)
+        with added_to(requests, sampler) as [(_, slots)]:
+            plan = sampler.plan(slots)
+            for _ in range(STEPS):
+                logits, positions = hard_logits(source, ROWS), torch.tensor([each.position for each in requests])
+                mask = random_mask(source, ROWS, V) if source.random() < 0.4 else None
+                made = sampler.sample(plan, logits, positions, token_bitmask=mask)
+                edited = edited_rows(logits, requests, mask)
+                wanted = plain_tokens(plain, requests, edited, positions)
+                assert (made.token_ids.tolist(), made.status.tolist()) == wanted
+                for row, (request, token) in enumerate(zip(requests, wanted[0], strict=True)):
+                    ends = oracle_edits.stops(request.given)
+                    assert bool(made.finished[row]) == (token < 0 or token in ends)
+                    request.output.append(token)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +112,7 @@ def streamed(sampler, requests, rows, masks, ends, drafter, least=0):
         made = sampler.verify(
             plan,
             torch.stack([rows[place] for place in places]),
-            torch.tensor([[*each, *[-1] * (width - len(each))] for each in drafts], dtype=torch.int64).view(
-                len(batch), width
-            ),
+            torch.tensor([[*each, *[-1] * (width - len(each))] for each in drafts]).long().view(len(batch), width),
             torch.tensor([live[row] for row in batch]),
             token_bitmask=torch.stack([masks[place] for place in places]),
         )
@@ -134,14 +127,11 @@ def streamed(sampler, requests, rows, masks, ends, drafter, least=0):
 
 
 @pytest.fixture(scope="module")
-def recorded() -> Sampler:
+def replaying() -> Sampler:
     """Replays steps that were recorded with edits of the library and of users, which read tensors of a call or none."""
     few, ways = (*EDITS, "GreenList", "NoDigits"), [Verification("match", 2), Verification("rejection", 2)]
     every = [few, (MASK, *few), (MASK, *EDITS, *custom_edits.EDITS)]
-    made = custom_sampler("eager", 4, buckets=[4], captured_edits=every, verifications=ways)
-    replay_recordings(made)
-    made.warmup(modes=["full"])
-    return made
+    return recorded(custom_sampler("eager", 4, buckets=[4], captured_edits=every, verifications=ways))
 
 
 @pytest.mark.parametrize(
@@ -153,33 +143,28 @@ def recorded() -> Sampler:
         (EDITS, [], True),
     ],
 )
-def test_recorded_steps_draw_the_same_and_write_the_history(recorded, edits, own, masked):
+def test_recorded_steps_draw_the_same_and_write_the_history(replaying, edits, own, masked):
     """Captured with all edits, replayed for batches of some of them, if these bring the same tensors."""
-    source, wanted, before = random.Random(13), custom_sampler("eager", 4), recorded.statistics()
+    source, wanted = random.Random(13), custom_sampler("eager", 4)
     requests = [random_request(source, V, edits) for _ in range(3)]
     requests = [
         each._replace(given={**each.given, "extra_args": {name: custom_edits.OF_EDIT[name] for name in own}})
         for each in requests
     ]
-    sides = [(sampler, [each.added(sampler) for each in requests]) for sampler in (recorded, wanted)]
-    for step in range(3):
-        logits, positions = hard_logits(source, 9), torch.tensor([each.position + step for each in requests])
-        drafts, mask = torch.randint(V, (3, 2)), random_mask(source, 9, V) if masked else None
-        inputs, results = random_inputs(9, step), []
-        for sampler, slots in sides:
-            few = {"token_bitmask": None if mask is None else mask[:3]}
+    with added_to(requests, replaying, wanted) as sides, only_replays(replaying, 6):
+        for step in range(3):
+            logits, positions = hard_logits(source, 9), torch.tensor([each.position + step for each in requests])
+            drafts, mask = torch.randint(V, (3, 2)), random_mask(source, 9, V) if masked else None
+            inputs, results = random_inputs(9, step), []
+            few = {"token_bitmask": mask if mask is None else mask[:3]}
             few["edit_inputs"] = {name: each[:3] for name, each in inputs.items()}
             whole = {"token_bitmask": mask, "edit_inputs": inputs}
-            drawn = sampler.sample(sampler.plan(slots, "full"), logits[:3], positions, **few)
-            plan = sampler.plan(slots, "full", num_drafts=[2] * 3)
-            judged = sampler.verify(plan, logits, drafts, positions + 1, "rejection", **whole)
-            results.append([each.tolist() for out in (drawn, judged) for each in tensors_of(out)])
-        assert results[0] == results[1]
-    for slot in sides[0][1]:
-        recorded.remove_request(slot)
-    after = recorded.statistics()
-    assert (after.captures, after.direct_runs) == (before.captures, before.direct_runs)
-    assert after.replays == before.replays + 6
+            for sampler, slots in sides:
+                drawn = sampler.sample(sampler.plan(slots, "full"), logits[:3], positions, **few)
+                plan = sampler.plan(slots, "full", num_drafts=[2] * 3)
+                judged = sampler.verify(plan, logits, drafts, positions + 1, "rejection", **whole)
+                results.append([each.tolist() for out in (drawn, judged) for each in tensors_of(out)])
+            assert results[0] == results[1]
 
 
 def test_edited_logits_have_no_gradient_that_leaves_penalties_out():

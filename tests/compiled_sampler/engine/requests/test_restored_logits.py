@@ -24,7 +24,7 @@ from tests.builders.edits import (
 )
 from tests.builders.filters import same_bits
 from tests.builders.logprobs import EVERYTHING, bare, differing
-from tests.builders.sampler import nothing_compiles, replay_recordings, same, stages_stay_eager
+from tests.builders.sampler import nothing_compiles, only_replays, recorded, same, stages_stay_eager
 from tests.chunked import chunks_of
 
 RESTORE = {"consume_logits": "restore"}
@@ -146,17 +146,15 @@ def test_compiled_steps_restore_the_logits():
 def test_a_captured_step_serves_calls_with_the_same_leave_alone():
     edits = ("logit_bias", "penalties")
     leaves = [("consume_logits", *edits), ("restore_logits", *edits), edits]
-    sampler = edited_sampler("eager", ROWS, captured_edits=leaves)
-    replay_recordings(sampler)
-    sampler.warmup(modes=["full"])
+    sampler = recorded(edited_sampler("eager", ROWS, captured_edits=leaves))
     requests = requests_of(1, LISTS)
     requests = [each._replace(given={**OF_EDIT["logit_bias"], **OF_EDIT["penalties"], "seed": 1}) for each in requests]
     step, logits = calls_of(sampler, requests, 1)["sample"]
     results = []
     for leave in (True, "restore", False):
-        given, before = logits.clone(), sampler.statistics().replays
-        results.append(step(given, consume_logits=leave))
-        assert sampler.statistics().replays == before + 1
+        given = logits.clone()
+        with only_replays(sampler, 1):
+            results.append(step(given, consume_logits=leave))
         assert same_bits(given, logits), leave  # a copy of them was written
     assert same(results[0], results[1])
     assert same(results[0], results[2])
@@ -175,14 +173,10 @@ def test_steps_with_logprobs_are_captured_as_calls_ask_for_them(leave):
     """Where leave is of no use to a call, the step without it is captured."""
     made = {"captured_edits": [(leave, "logit_bias")], "captured_logprobs": [Logprobs(), Logprobs(of="processed")]}
     ways = [Verification("match", 1), Verification("rejection", 1)]
-    sampler = edited_sampler("eager", 2, buckets=[2], verifications=ways, **made)
-    replay_recordings(sampler)
-    sampler.warmup(modes=["full"])
+    sampler = recorded(edited_sampler("eager", 2, buckets=[2], verifications=ways, **made))
     requests = [Request({**OF_EDIT["logit_bias"], "seed": n}, [], []) for n in range(2)]
     given = {"consume_logits": True if leave == "consume_logits" else "restore"}
     for name, (step, logits) in calls_of(sampler, requests, 1).items():
         for asked in (Logprobs(), Logprobs(of="processed")) if name != "block" else ():
-            before = sampler.statistics()
-            step(logits.clone(), logprobs=asked, **given)
-            after = sampler.statistics()
-            assert (after.replays - before.replays, after.direct_runs - before.direct_runs) == (1, 0), (name, asked)
+            with only_replays(sampler, 1):
+                step(logits.clone(), logprobs=asked, **given)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
-from tests.builders.sampler import replay_recordings, same
+from tests.builders.sampler import normal_rows, replay_recordings, same, sampler_with
 
 V, R, K = 300, 5, 3
 PARAMS = [
@@ -25,10 +25,8 @@ BACKENDS = ["recorded", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def holding(device: str, backend: str) -> Sampler:
-    made = Sampler(V, 8, device, backend=backend, buckets=[2, 8], verifications=[Verification("match", K)])
-    for params in PARAMS:
-        made.add_request(params)
-    return made
+    ways = [Verification("match", K)]
+    return sampler_with(PARAMS, V, 8, device=device, backend=backend, buckets=[2, 8], verifications=ways)
 
 
 def bound_to(sampler: Sampler, **tensors: Any) -> Sampler:
@@ -51,7 +49,7 @@ def reference() -> Sampler:
 
 
 def normal(rows: int, seed: int) -> Tensor:
-    return 3.0 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
+    return normal_rows(rows, V, seed)
 
 
 def samples(rows: int, device: torch.device, **fields: Tensor) -> SampleOutputs:
@@ -67,11 +65,8 @@ def in_place(sampler: Sampler, *names: str) -> int:
 
 def test_a_step_in_place_draws_the_same_tokens_in_every_bucket(sampler, reference):
     device = sampler.device
-    logits, positions, out = (
-        normal(8, 0).to(device),
-        torch.zeros(8, dtype=torch.int64, device=device),
-        samples(8, device),
-    )
+    logits, out = normal(8, 0).to(device), samples(8, device)
+    positions = torch.zeros(8, dtype=torch.int64, device=device)
     bound_to(sampler, logits=logits, positions=positions, out=out)
     for step, slots in enumerate([[0, 1, 2, 3, 4], [5, -1, 2, 2, 0], [1, 1], [3], [*range(6), 0, 1]]):
         rows = len(slots)
@@ -110,11 +105,8 @@ def test_numbers_that_lie_elsewhere_are_copied_and_other_logits_run_without_a_gr
 
 def test_slots_of_an_engine_are_read_in_place_where_no_row_is_behind_them(sampler, reference):
     device = sampler.device
-    logits, positions, slots = (
-        normal(8, 0).to(device),
-        torch.arange(8, device=device),
-        torch.full((8,), 5, device=device),
-    )
+    logits, positions = normal(8, 0).to(device), torch.arange(8, device=device)
+    slots = torch.full((8,), 5, device=device)
     bound_to(sampler, logits=logits, positions=positions, slots=slots)
     for step, rows in enumerate([8, 2, 5, 8]):
         slots[:rows] = torch.arange(step, step + rows) % 6

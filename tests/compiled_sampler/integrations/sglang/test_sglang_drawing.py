@@ -1,5 +1,9 @@
-"""The adapter draws the tokens of ``Sampler``, on SGLang's classes from its published source and on stand-ins."""
+"""The adapter draws the tokens of ``Sampler``, on SGLang's classes from its published source and on stand-ins.
 
+On a GPU it draws those of the CPU, and does not wait for the device.
+"""
+
+import dataclasses
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +16,7 @@ from torch import Tensor
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.modes import MAX_VOCAB_SIZE
 from tests.engines.sglang_engine import KINDS, LAWS, TOP_K_ALL, batch_info, engine, outputs_of
+from tests.no_waits import no_waits
 
 VOCAB = 64
 ROWS = len(LAWS)
@@ -30,12 +35,14 @@ def logits_of(rows: int, seed: int = 0) -> Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
 
 
-def draw(logits: Tensor, info: Any, positions: Tensor, outputs: Any = None, **changed: Any) -> Tensor:
+def draw(
+    logits: Tensor, info: Any, positions: Tensor, backend: str = "eager", outputs: Any = None, **changed: Any
+) -> Tensor:
     from compiled_sampler.integrations.sglang.drawing import CompiledSampler
 
     rows = len(logits)
     given = {"return_logprob": False, "top_logprobs_nums": [0] * rows, "token_ids_logprobs": [None] * rows, **changed}
-    drawn = CompiledSampler("eager")(outputs or outputs_of(logits), info, positions=positions, **given)
+    drawn = CompiledSampler(backend)(outputs or outputs_of(logits), info, positions=positions, **given)
     assert isinstance(drawn, Tensor)
     return drawn
 
@@ -115,7 +122,7 @@ def test_temperatures_that_sglang_takes_and_the_sampler_does_not_are_brought_to_
 def test_logprobs_are_sglangs_of_the_temperature_and_without_filters() -> None:
     logits = logits_of(ROWS)
     outputs, info = outputs_of(logits.clone()), batch_info(LAWS, SEEDS)
-    drawn = draw(logits, info, POSITIONS, outputs, return_logprob=True)
+    drawn = draw(logits, info, POSITIONS, outputs=outputs, return_logprob=True)
     law = torch.log_softmax(logits / info.temperatures, -1)
     assert torch.equal(outputs.next_token_logprobs, law.gather(1, drawn.long()[:, None])[:, 0])
 
@@ -125,7 +132,7 @@ def test_the_sampling_mask_is_what_the_token_was_drawn_from() -> None:
     logits, rows = logits_of(ROWS), [0, 3, 5]
     outputs, info = outputs_of(logits.clone()), batch_info(LAWS, SEEDS)
     info.return_sampling_masks = [row in rows for row in range(ROWS)]
-    drawn = draw(logits, info, POSITIONS, outputs)
+    drawn = draw(logits, info, POSITIONS, outputs=outputs)
     sampler, plan = sampler_with(LAWS, SEEDS)
     law, masks = sampler.probs(plan, logits), outputs.next_token_sampling_mask_idx
     assert [row for row, mask in enumerate(masks) if mask is not None] == rows
@@ -139,7 +146,7 @@ def test_top_p_is_a_share_of_the_whole_row_as_sglangs_joint_filters_are() -> Non
     logits = logits_of(1) / 30  # 10 of 64 tokens hold less than half of the row
     outputs = outputs_of(logits)
     info = batch_info([{"top_k": 10, "top_p": 0.5}], [1], return_sampling_masks=[True])
-    draw(logits, info, POSITIONS[:1], outputs)
+    draw(logits, info, POSITIONS[:1], outputs=outputs)
     assert len(outputs.next_token_sampling_mask_idx[0]) == 10
 
 
@@ -157,3 +164,34 @@ def test_an_engine_with_speculation_or_a_trainers_law_is_refused_at_its_start(co
 
 def test_no_top_k_is_as_large_as_sglangs_number_for_none() -> None:
     assert MAX_VOCAB_SIZE <= TOP_K_ALL
+
+
+BATCHES = {"all": LAWS, "narrow": [LAWS[0], LAWS[5], LAWS[6]], "greedy": [LAWS[2]] * 2, "plain": [LAWS[1], {}]}
+
+
+@pytest.fixture
+def modules() -> Iterator[None]:
+    with engine("stand-in"):
+        yield
+
+
+def on_the_gpu(info: Any) -> Any:
+    moved = {name: value.cuda() for name, value in vars(info).items() if isinstance(value, Tensor)}
+    return dataclasses.replace(info, **moved)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize("name", BATCHES)
+def test_the_tokens_are_those_of_the_cpu_and_a_step_waits_for_nothing(name: str) -> None:
+    laws = BATCHES[name]
+    info = batch_info(laws, list(range(len(laws))))
+    there, positions = on_the_gpu(info), torch.arange(len(laws)) * 7
+    for step in range(5):
+        logits = torch.randn(len(laws), 5000, generator=torch.Generator().manual_seed(step)) * 3
+        given = logits.cuda(), there, (positions + step).cuda()
+        drawn = draw(*given, "compiled")
+        assert drawn.tolist() == draw(logits, info, positions + step, "eager").tolist()
+        with no_waits():
+            draw(*given, "compiled")

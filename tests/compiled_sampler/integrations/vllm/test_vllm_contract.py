@@ -1,6 +1,8 @@
-"""What the adapter expects of vLLM, held to the classes of the one that is installed."""
+"""What the adapter expects of vLLM, held to the classes of the one that is installed; its warm-up at a start."""
 
+import inspect
 import os
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any
@@ -11,22 +13,36 @@ pytest.importorskip("vllm")
 
 import torch
 import vllm
+from torch import Tensor
+from vllm.platforms import current_platform
+from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
+from compiled_sampler import Verification
 from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.vllm import VARIABLE, install, plugin, uninstall
+from compiled_sampler.integrations.vllm.engine_sampler import EngineSampler, verifications
 from compiled_sampler.integrations.vllm.parameters import ENGINES, MAPPED, REFUSED, unsupported
 from compiled_sampler.integrations.vllm.settings import Settings, from_text
-from compiled_sampler.integrations.vllm.v1_sampler import RunnerSampler
+from compiled_sampler.integrations.vllm.v1_sampler import RunnerSampler, RunnerState
 from compiled_sampler.integrations.vllm.versions import BUILTIN_PROCESSORS, INTERFACE, check_version, unsupported_engine
 from graph_cache import PinnedRing
 from tests.engines.published_engine import without
-from tests.engines.vllm_stand_in import runner
+from tests.engines.vllm_stand_in import runner as checked_runner
 
 pytestmark = pytest.mark.full
 
 ATTRIBUTES = INTERFACE.attributes
+V, HIDDEN = 40, 8
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    uninstall()
+    yield
+    uninstall()
 
 
 def test_the_installed_version_has_everything() -> None:
@@ -90,8 +106,8 @@ def test_positions_with_drafts_are_of_the_device_where_the_host_does_not_know_th
 
 
 def test_an_engine_as_it_is_by_default_can_be_served() -> None:
-    assert unsupported_engine(runner()) is None
-    assert unsupported_engine(runner(use_async_scheduling=True)) is None
+    assert unsupported_engine(checked_runner()) is None
+    assert unsupported_engine(checked_runner(use_async_scheduling=True)) is None
 
 
 @pytest.mark.parametrize(
@@ -107,7 +123,7 @@ def test_an_engine_as_it_is_by_default_can_be_served() -> None:
     ],
 )
 def test_an_engine_that_cannot_be_served_is_named(changed: dict[str, Any], named: str) -> None:
-    assert named in str(unsupported_engine(runner(**changed)))
+    assert named in str(unsupported_engine(checked_runner(**changed)))
 
 
 def test_the_processors_of_an_engine_are_known() -> None:
@@ -116,14 +132,6 @@ def test_the_processors_of_an_engine_are_known() -> None:
     assert sorted(each.__name__ for each in BUILTIN_LOGITS_PROCESSORS) == sorted(BUILTIN_PROCESSORS)
 
 
-@pytest.fixture
-def clean() -> Any:
-    uninstall()
-    yield
-    uninstall()
-
-
-@pytest.mark.usefixtures("clean")
 def test_it_is_installed_once_and_taken_back() -> None:
     before = GPUModelRunner._sample, GPUModelRunner.__init__, vllm.SamplingParams._validate_spec_decode
     install()
@@ -133,15 +141,10 @@ def test_it_is_installed_once_and_taken_back() -> None:
     assert GPUModelRunner._sample is first is not before[0]
     assert os.environ[VARIABLE] == "on_unsupported=stock,rule=rejection"
     uninstall()
-    assert before == (
-        GPUModelRunner._sample,
-        GPUModelRunner.__init__,
-        vllm.SamplingParams._validate_spec_decode,
-    )
+    assert before == (GPUModelRunner._sample, GPUModelRunner.__init__, vllm.SamplingParams._validate_spec_decode)
     assert VARIABLE not in os.environ
 
 
-@pytest.mark.usefixtures("clean")
 def test_vllm_finds_the_plugin_which_does_nothing_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     (entry,) = entry_points(group="vllm.general_plugins", name="compiled_sampler")
     before = GPUModelRunner._sample
@@ -152,7 +155,6 @@ def test_vllm_finds_the_plugin_which_does_nothing_unless_it_is_told(monkeypatch:
     assert GPUModelRunner._sample is not before
 
 
-@pytest.mark.usefixtures("clean")
 def test_the_word_that_v2_runners_needed_is_taken_with_a_warning_and_no_other() -> None:
     with pytest.warns(DeprecationWarning, match="v2='untested' is the default now"):
         install(v2="untested")
@@ -160,3 +162,126 @@ def test_the_word_that_v2_runners_needed_is_taken_with_a_warning_and_no_other() 
         install(v2="refuse")
     with pytest.warns(DeprecationWarning, match="is the default now"):
         assert from_text("v2=untested,backend=eager") == Settings(backend="eager")
+
+
+def runner(num_drafts: int = 0, method: str = "greedy", **changed: Any) -> Any:
+    """A stand-in with what a state reads of a runner before its first batch; 4 requests, vocabulary V."""
+    given = {"draft_sample_method": method, "rejection_sample_method": "standard"}
+    drafts = SimpleNamespace(num_speculative_tokens=num_drafts, **given) if num_drafts else None
+    made = checked_runner(speculative_config=drafts, **changed)
+    made.vllm_config.model_config.seed, made.vllm_config.model_config.max_model_len = 3, 16
+    made.input_batch.vocab_size = V
+    made.max_num_reqs = 4
+    made.model = SimpleNamespace(compute_logits=lambda hidden: torch.zeros(len(hidden), V, dtype=torch.bfloat16))
+    return made
+
+
+@pytest.fixture
+def warmed(monkeypatch: pytest.MonkeyPatch) -> list[EngineSampler]:
+    """The samplers that are warmed up, which compile nothing here."""
+    found: list[EngineSampler] = []
+    monkeypatch.setattr(EngineSampler, "warm_up", lambda self: found.append(self))
+    return found
+
+
+def test_a_state_makes_the_sampler_of_its_batches_once(warmed: list[EngineSampler]) -> None:
+    state = RunnerState(runner(), Settings(backend="eager"))
+    state.warm_up(torch.zeros(3, HIDDEN))
+    state.warm_up(torch.zeros(3, HIDDEN))
+    (made,) = warmed
+    assert (made.sampler.vocab_size, made.sampler.max_num_requests) == (V, 4)
+    assert made.sampler.logits_dtype is torch.bfloat16
+    assert state._sampler_of(torch.zeros(2, V)).engine is made
+    assert state.counts == {"batches": 0, "stock_batches": 0}
+
+
+def test_nothing_is_prepared_where_it_is_off_or_vllm_draws(warmed: list[EngineSampler]) -> None:
+    RunnerState(runner(), Settings(warmup="off")).warm_up(torch.zeros(3, HIDDEN))
+    RunnerState(runner(is_diffusion=True), Settings(on_unsupported="stock")).warm_up(torch.zeros(3, HIDDEN))
+    assert warmed == []
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "method", "rule", "wanted"),
+    [
+        (0, "greedy", "block", ()),
+        (3, "probabilistic", "match", (Verification("match", 3),)),
+        (3, "greedy", "rejection", (Verification("match", 3),)),
+        (2, "probabilistic", "block", (Verification("match", 2), Verification("block", 2, "probabilities"))),
+    ],
+)
+def test_drafts_are_prepared_for_as_they_will_be_verified(
+    num_drafts: int, method: str, rule: str, wanted: tuple[Verification, ...]
+) -> None:
+    assert verifications(runner(num_drafts, method).vllm_config, rule) == wanted
+
+
+def test_the_cpu_worker_warms_up_before_the_engine_serves(
+    monkeypatch: pytest.MonkeyPatch, warmed: list[EngineSampler]
+) -> None:
+    monkeypatch.setattr("vllm.distributed.parallel_state.get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
+    order: list[str] = []
+    monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", lambda self: order.append(f"{len(warmed)} warmed"))
+    of_worker = Runner(order)
+    install(backend="eager")
+    plugin._INSTALLED.runners[of_worker] = RunnerState(runner(), Settings(backend="eager"))
+    CPUWorker.compile_or_warm_up_model(SimpleNamespace(model_runner=of_worker))
+    CPUWorker.compile_or_warm_up_model(SimpleNamespace(model_runner=Runner(order)))  # was there before the adapter
+    assert order == ["1 row", "1 warmed", "1 warmed"]
+
+
+def test_a_model_that_is_an_encoder_alone_is_not_warmed_up(
+    monkeypatch: pytest.MonkeyPatch, warmed: list[EngineSampler]
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", lambda self, hidden_states: torch.tensor([]))
+    of_worker = Runner([])
+    install(backend="eager")
+    plugin._INSTALLED.runners[of_worker] = RunnerState(runner(), Settings(backend="eager"))
+    assert not len(GPUModelRunner._dummy_sampler_run(of_worker, torch.zeros(3, HIDDEN)))
+    uninstall()
+    assert warmed == []
+
+
+def test_elsewhere_the_runner_does_behind_vllms_own_sampler(
+    monkeypatch: pytest.MonkeyPatch, warmed: list[EngineSampler]
+) -> None:
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    order: list[str] = []
+
+    def stock(self: Any, hidden_states: Tensor) -> str:
+        order.append(f"{len(warmed)} warmed")
+        return "made"
+
+    monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", stock)
+    of_worker, before = Runner(order), CPUWorker.compile_or_warm_up_model
+    install(backend="eager")
+    assert CPUWorker.compile_or_warm_up_model is before
+    plugin._INSTALLED.runners[of_worker] = RunnerState(runner(), Settings(backend="eager"))
+    assert GPUModelRunner._dummy_sampler_run(of_worker, torch.zeros(3, HIDDEN)) == "made"
+    assert GPUModelRunner._dummy_sampler_run(Runner(order), torch.zeros(3, HIDDEN)) == "made"
+    assert order == ["0 warmed", "1 warmed"]
+    uninstall()
+    assert GPUModelRunner._dummy_sampler_run is stock
+
+
+class Runner:
+    """A key of the adapter's table, whose dummy run says how many rows it had."""
+
+    def __init__(self, order: list[str]) -> None:
+        self._order = order
+
+    def _dummy_run(self, num_tokens: int) -> tuple[None, Tensor]:
+        self._order.append(f"{num_tokens} row")
+        return None, torch.zeros(num_tokens, HIDDEN)
+
+
+def test_vllm_calls_them_where_the_adapter_expects_it() -> None:
+    """The GPU worker behind its captures, but before it watches for late compilation; the CPU worker not at all."""
+    of_gpu = inspect.getsource(Worker.compile_or_warm_up_model)
+    places = [of_gpu.index(each) for each in ("capture_model()", "_dummy_sampler_run(", "_maybe_activate_jit_monitor")]
+    assert places == sorted(places)
+    assert "_dummy_sampler_run(last_hidden_states)" in inspect.getsource(GPUModelRunner.profile_run)
+    assert "_dummy_sampler_run" not in inspect.getsource(CPUWorker.compile_or_warm_up_model)
+    assert list(inspect.signature(CPUWorker.compile_or_warm_up_model).parameters) == ["self"]
+    assert "num_tokens" in inspect.signature(GPUModelRunner._dummy_run).parameters

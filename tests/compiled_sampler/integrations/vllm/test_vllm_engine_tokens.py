@@ -1,4 +1,7 @@
-"""The same prompts and seeds in engines that batch, speculate, cache and schedule in other ways: the same tokens."""
+"""The same prompts and seeds in engines that batch, speculate, cache and schedule in other ways: the same tokens.
+
+Under rejection and block, with a draft model that says what it drew from, tokens have the law of the target.
+"""
 
 import os
 import re
@@ -12,6 +15,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.engines.vllm_engine import ENVIRONMENT, ROOT, make_model, run
+from tools.engines import vllm_law
 from tools.engines.vllm_process import LAWS, NGRAM, PROMPTS
 
 pytestmark = pytest.mark.full
@@ -134,3 +138,32 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     lists = [line for line in made.stdout.splitlines() if line.startswith("[")]
     assert len(lists) == 2
     assert "{'batches': 8, 'stock_batches': 0}" in made.stdout
+
+
+COUNT = 6000
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "target", vllm_law.VOCAB, seed=0)
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model") / "drafter", vllm_law.VOCAB, seed=1)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_tokens_have_the_law_of_the_target_and_not_that_of_the_drafter(rule: str, target: Path, drafter: Path) -> None:
+    """False alarm of one case: 1e-6. The drafter's law is the control, which must fail."""
+    drafts = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": vllm_law.DRAFTS}
+    speculation = {**drafts, "draft_sample_method": "probabilistic"}
+    params: dict[str, Any] = {**vllm_law.LAW, "max_tokens": 3, "ignore_eos": True, "detokenize": False}
+    requests = [{"prompt": vllm_law.PROMPT, "params": {**params, "seed": seed}} for seed in range(COUNT)]
+    engine = {"speculative_config": speculation, "max_num_seqs": 128}
+    made = run(target, [requests], install={"backend": "eager", "rule": rule}, engine=engine)
+    drawn = [tuple(each["tokens"]) for each in made["rounds"][0]]
+    accepted = made["metrics"]["vllm:spec_decode_num_accepted_tokens"]
+    assert COUNT / 10 < accepted < made["metrics"]["vllm:spec_decode_num_draft_tokens"]
+    assert vllm_law.p_value(drawn, vllm_law.law_of(target)) > vllm_law.FALSE_ALARM
+    assert vllm_law.p_value(drawn, vllm_law.law_of(drafter)) < vllm_law.FALSE_ALARM

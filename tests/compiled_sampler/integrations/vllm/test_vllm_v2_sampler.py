@@ -77,7 +77,6 @@ class States:
         self.prefill_len = column(torch.int32, 0, SLOTS)
 
     def add_request(self, req_id: str, prompt_len: int, all_token_ids: list[int], **rest: Any) -> None:
-        """Give a request an index."""
         self.index[req_id] = len(self.index)
 
 

@@ -19,19 +19,17 @@ from unittest import mock
 
 import pytest
 import torch
-from filelock import FileLock
 from torch import Tensor
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.exact import row_race, threshold
 from compiled_sampler.exact.row_race import IN_TORCH, race_top_k_in_torch
 from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
-from compiled_sampler.lowering.compiling import compile_processes, compile_queue, disk_cache
+from compiled_sampler.lowering.compiling import compile_processes, compile_queue
 from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
 from compiled_sampler.lowering.compiling.compile_queue import (
     HANGS,
@@ -41,9 +39,8 @@ from compiled_sampler.lowering.compiling.compile_queue import (
     QUEUE,
     number_of_processes,
 )
-from compiled_sampler.lowering.compiling.disk_cache import claimed
 from compiled_sampler.lowering.compiling.stage_code import HandWritten, StageCode
-from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
+from compiled_sampler.lowering.stages.stage_call import StageCall
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.inputs import sample_inputs
 from tests.builders.sampler import V, nothing_compiles
@@ -60,6 +57,11 @@ def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PROCESSES_VARIABLE, "1")
     monkeypatch.setattr(compile_processes, "_NICENESS", 0)  # beside other tests it would hardly ever run
     monkeypatch.setattr(compile_queue, "_IDLE_SECONDS", 0.0)  # no test finds the process of another
+
+
+@pytest.fixture
+def stages() -> CompiledStages:
+    return CompiledStages()
 
 
 @pytest.fixture
@@ -93,9 +95,8 @@ def put_on_disk() -> None:
         stages(order_maxima, LOGITS, **STATIC)
 
 
-def test_a_stage_runs_eager_until_a_process_has_compiled_it_and_the_log_says_so(empty_disk, caplog):
+def test_a_stage_runs_eager_until_a_process_has_compiled_it_and_the_log_says_so(stages, empty_disk, caplog):
     caplog.set_level(logging.INFO, "compiled_sampler")
-    stages = CompiledStages()
     with compiled_nowhere():
         assert is_right(stages)
         assert stages.status().queued_stages == {"order_maxima": 1}
@@ -110,9 +111,8 @@ def test_a_stage_runs_eager_until_a_process_has_compiled_it_and_the_log_says_so(
     assert [each.split(" ")[0] for each in said] == ["kernels", "all"]
 
 
-def test_what_is_on_disk_starts_no_process(empty_disk):
+def test_what_is_on_disk_starts_no_process(stages, empty_disk):
     put_on_disk()
-    stages = CompiledStages()
     with mock.patch.object(compile_processes, "_started", side_effect=AssertionError("started")), compiled_nowhere():
         assert is_right(stages)
         assert settled(stages)
@@ -174,9 +174,8 @@ FAILURES: dict[str, tuple[Any, str, Any, str]] = {
 
 
 @pytest.mark.parametrize("why", FAILURES)
-def test_a_stage_that_no_process_compiles_stays_eager_for_a_reason_and_a_warmup_compiles_it(why, empty_disk):
+def test_a_stage_that_no_process_compiles_stays_eager_for_a_reason_and_a_warmup_compiles_it(stages, why, empty_disk):
     owner, name, planted, reason = FAILURES[why]
-    stages = CompiledStages()
     with mock.patch.object(owner, name, planted):
         assert is_right(stages)
         assert settled(stages)
@@ -196,12 +195,11 @@ def made_of(code: StageCode) -> Any:
     return made
 
 
-def test_a_process_that_hangs_is_stopped(empty_disk, monkeypatch):
+def test_a_process_that_hangs_is_stopped(stages, empty_disk, monkeypatch):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     monkeypatch.setattr(compile_processes, "_started", lambda environment: started)
     monkeypatch.setattr(compile_processes, "_PATIENCE", 0.2)
-    stages = CompiledStages()
     assert is_right(stages)
     assert settled(stages, 60.0)
     assert started.wait(60) is not None
@@ -219,11 +217,10 @@ def test_a_process_that_works_for_long_is_waited_for(monkeypatch):
     process.end()
 
 
-def test_what_cannot_be_kept_stays_eager_without_a_warning():
+def test_what_cannot_be_kept_stays_eager_without_a_warning(stages):
     def local(x: Tensor) -> Tensor:
         return x + 1
 
-    stages = CompiledStages()
     for _ in range(2):
         assert torch.equal(stages(local, LOGITS), LOGITS + 1)
         assert settled(stages)
@@ -279,9 +276,8 @@ def test_torch_stands_in_for_hand_written_kernels_until_a_process_has_compiled_t
     assert stages.status().eager_stages == ({"launched": reason} if reason else {})
 
 
-def test_a_warmup_launches_hand_written_kernels_which_no_process_compiled(launches, monkeypatch):
+def test_a_warmup_launches_hand_written_kernels_which_no_process_compiled(stages, launches, monkeypatch):
     monkeypatch.setenv(PROCESSES_VARIABLE, "0")
-    stages = CompiledStages()
     assert races_right(stages)
     assert stages.status().eager_stages == {"launched": NO_PROCESS}
     with stages.precompiling(CPU):
@@ -292,23 +288,12 @@ def test_a_warmup_launches_hand_written_kernels_which_no_process_compiled(launch
     assert stages.status().eager_stages == {}
 
 
-def test_hand_written_kernels_that_do_not_compile_are_left_to_torch(launches, monkeypatch):
+def test_kernels_that_do_not_compile_are_left_to_torch_and_a_capture_is_refused(stages, launches, monkeypatch):
     monkeypatch.setattr(StageCode, "compiled", mock.Mock(side_effect=RuntimeError("no C compiler")))
-    stages = CompiledStages()
     with stages.compiling_at_calls(), pytest.warns(StageWarning, match="no C compiler"):
         assert races_right(stages)
     assert not launches
     assert stages.status().eager_stages == {"launched": "it fails with RuntimeError: no C compiler"}
-
-
-def test_a_capture_is_refused_where_torch_stands_in_for_kernels_that_do_not_compile(launches, monkeypatch):
-    stages = CompiledStages()
-    with (
-        mock.patch.object(StageCode, "compiled", side_effect=RuntimeError("no C compiler")),
-        stages.compiling_at_calls(),
-        pytest.warns(StageWarning),
-    ):
-        assert races_right(stages)
     assert stages.lacks_kernels
     monkeypatch.setattr(StageCode, "check_not_capturing", mock.Mock(side_effect=RuntimeError("not compiled")))
     with pytest.raises(RuntimeError, match="not compiled"):
@@ -324,8 +309,7 @@ def test_numbers_of_rows_whose_kernels_differ_are_compiled_apart():
     assert key(40) == key(41)
 
 
-def test_code_that_comes_while_a_call_looks_for_it_is_taken(launches):
-    stages = CompiledStages()
+def test_code_that_comes_while_a_call_looks_for_it_is_taken(stages, launches):
     with mock.patch.object(QUEUE, "put"):  # no thread takes it
         assert races_right(stages)
     (wanted,) = stages._wanted.values()
@@ -343,17 +327,15 @@ def test_code_that_comes_while_a_call_looks_for_it_is_taken(launches):
     assert launches == [3, 3]
 
 
-def test_without_processes_stages_stay_eager(monkeypatch):
+def test_without_processes_stages_stay_eager(stages, monkeypatch):
     monkeypatch.setenv(PROCESSES_VARIABLE, "0")
-    stages = CompiledStages()
     with mock.patch.object(QUEUE, "_serve", side_effect=AssertionError("a thread")):
         assert is_right(stages)
     assert stages.status().eager_stages == {"order_maxima": NO_PROCESS}
 
 
-def test_an_outer_capture_of_what_is_not_compiled_is_refused(monkeypatch):
+def test_an_outer_capture_of_what_is_not_compiled_is_refused(stages, monkeypatch):
     monkeypatch.setattr(StageCode, "check_not_capturing", mock.Mock(side_effect=RuntimeError("not compiled")))
-    stages = CompiledStages()
     with pytest.raises(RuntimeError, match="not compiled"):
         is_right(stages)
     assert stages.status().queued_stages == {}
@@ -372,9 +354,8 @@ def test_a_warmup_that_does_not_wait_puts_its_stages_before_those_of_calls():
     assert "first_from_blocks" in names[:-of_call]
 
 
-def test_where_no_thread_can_start_a_stage_runs_eager_and_the_next_call_tries_again():
+def test_where_no_thread_can_start_a_stage_runs_eager_and_the_next_call_tries_again(stages):
     put_on_disk()
-    stages = CompiledStages()
     with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
         assert is_right(stages)
         assert is_right(stages)
@@ -409,9 +390,8 @@ def reads_what_is_there() -> bool:
         return is_right(stages) and settled(stages) and is_right(stages) and not stages.status().eager_stages
 
 
-def test_in_a_child_with_several_threads_compiled_stages_run_eager(kept_threads):
+def test_in_a_child_with_several_threads_compiled_stages_run_eager(stages, kept_threads):
     torch.set_num_threads(2)
-    stages = CompiledStages()
     put_on_disk()
     assert is_right(stages)
     assert settled(stages)
@@ -419,8 +399,7 @@ def test_in_a_child_with_several_threads_compiled_stages_run_eager(kept_threads)
     assert in_child(lambda: is_right(stages) and stages.status().eager_stages == {"order_maxima": HANGS}) == 0
 
 
-def test_a_fork_while_a_stage_is_compiled_neither_hangs_nor_loses_it(empty_disk):
-    stages = CompiledStages()
+def test_a_fork_while_a_stage_is_compiled_neither_hangs_nor_loses_it(stages, empty_disk):
     with mock.patch.object(CompileProcess, "compile", side_effect=lambda *_: time.sleep(2.0) or "planted"):
         assert is_right(stages)
         while QUEUE._waiting:
@@ -452,10 +431,9 @@ def in_child(work: Callable[[], bool], seconds: float = 120.0) -> int:
     return -1
 
 
-def test_without_a_compiler_stages_stay_eager(empty_disk, monkeypatch):
+def test_without_a_compiler_stages_stay_eager(stages, empty_disk, monkeypatch):
     monkeypatch.setenv("PATH", str(empty_disk))
     monkeypatch.delenv("CXX", raising=False)
-    stages = CompiledStages()
     assert is_right(stages)
     assert settled(stages)
     assert "C++" in stages.status().eager_stages["order_maxima"]
@@ -489,44 +467,3 @@ def test_that_memory_is_too_short_to_compile_is_said_once(monkeypatch, caplog):
     for _ in range(2):
         queue.put([], CPU)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.zeros(3, 5),
-        torch.zeros(7, 9)[1:4, 2:5],
-        torch.zeros(0, 4),
-        torch.zeros(40, dtype=torch.int32)[5:],
-        torch.zeros(()),
-    ],
-)
-def test_a_spec_is_everything_but_the_numbers(tensor):
-    made = TensorSpec.of(tensor).made()
-    assert (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
-    assert made.storage_offset() % 16 == tensor.storage_offset() % 16
-    assert made.untyped_storage().nbytes() == 0
-
-
-def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memory():
-    table = DraftTable(torch.zeros(5, 2, 7))
-    call = StageCall.of(order_maxima, (table, LOGITS), STATIC)
-    assert call.made()[0].logits is table.logits
-    sent = pickle.loads(pickle.dumps(call.portable())).made()[0]
-    assert isinstance(sent, DraftTable)
-    assert (sent.logits.shape, sent.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)
-
-
-@pytest.mark.parametrize("error", [OSError("no locks here"), NotImplementedError("flock"), PermissionError("not ours")])
-def test_where_no_file_can_be_locked_every_process_compiles(error, tmp_path):
-    with mock.patch.object(FileLock, "acquire", side_effect=error), claimed(tmp_path / "compiled_sampler" / "ab" / "c"):
-        pass
-
-
-def test_of_two_processes_that_compile_a_stage_one_waits_but_not_for_ever(tmp_path, monkeypatch):
-    monkeypatch.setattr(disk_cache, "_PATIENCE", 0.2)
-    place, start = tmp_path / "compiled_sampler" / "ab" / "abcd", time.perf_counter()
-    with claimed(place), claimed(place.with_name("abce")):
-        assert time.perf_counter() - start < 0.2
-        with claimed(place):
-            assert time.perf_counter() - start >= 0.2

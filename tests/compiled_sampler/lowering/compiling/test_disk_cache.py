@@ -1,11 +1,13 @@
 """Compiled stages on disk: found again, never out of date, and nothing is lost where they cannot be kept."""
 
+import time
 from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor.runtime import cache_dir_utils
@@ -21,6 +23,7 @@ from compiled_sampler.edits.recording import cut_at_stop, record_draws, with_fin
 from compiled_sampler.lowering.comparison import difference, outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.compiling import disk_cache, stage_code
+from compiled_sampler.lowering.compiling.disk_cache import claimed
 from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.lowering.inductor import compilation
 from compiled_sampler.params import SamplingParams
@@ -257,3 +260,18 @@ def test_shapes_that_a_stage_was_not_made_for_are_compiled_anew():
     with pytest.raises(Exception, match=r"(?i)match|size"):
         run(pairwise, x, torch.randn(4, 5))
     assert torch.equal(run(pairwise, x[:2], x[:2]), 2 * x[:2])
+
+
+@pytest.mark.parametrize("error", [OSError("no locks here"), NotImplementedError("flock"), PermissionError("not ours")])
+def test_where_no_file_can_be_locked_every_process_compiles(error, tmp_path):
+    with mock.patch.object(FileLock, "acquire", side_effect=error), claimed(tmp_path / "compiled_sampler" / "ab" / "c"):
+        pass
+
+
+def test_of_two_processes_that_compile_a_stage_one_waits_but_not_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_cache, "_PATIENCE", 0.2)
+    place, start = tmp_path / "compiled_sampler" / "ab" / "abcd", time.perf_counter()
+    with claimed(place), claimed(place.with_name("abce")):
+        assert time.perf_counter() - start < 0.2
+        with claimed(place):
+            assert time.perf_counter() - start >= 0.2

@@ -1,6 +1,7 @@
-"""The code of a stage: what it depends on, and the error where an outer capture would have to compile it."""
+"""The code of a stage: what it depends on, calls of it elsewhere, what stands in for it, and where it is refused."""
 
 import inspect
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,18 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams, Verification
+from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.stage import call
-from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS
+from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
+from compiled_sampler.lowering.compiling.listing import fake_results, zeros_like
 from compiled_sampler.lowering.compiling.stage_code import StageCode
+from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.edits import OF_EDIT
+from tests.builders.sampler import nothing_compiles
 
 
 def test_the_error_inside_a_capture_names_all_that_a_warm_up_can_be_told():
@@ -72,3 +78,64 @@ def test_no_stage_depends_on_how_many_requests_a_sampler_holds_nor_on_its_bucket
     assert len(places) > 40
     assert places_of(1, [1]) == places
     assert places_of(300, [1, 8, 256]) == places
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(3, 5),
+        torch.zeros(7, 9)[1:4, 2:5],
+        torch.zeros(0, 4),
+        torch.zeros(40, dtype=torch.int32)[5:],
+        torch.zeros(()),
+    ],
+)
+def test_a_spec_is_everything_but_the_numbers(tensor):
+    made = TensorSpec.of(tensor).made()
+    assert (made.shape, made.stride(), made.dtype) == (tensor.shape, tensor.stride(), tensor.dtype)
+    assert made.storage_offset() % 16 == tensor.storage_offset() % 16
+    assert made.untyped_storage().nbytes() == 0
+
+
+def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memory():
+    table = DraftTable(torch.zeros(5, 2, 7))
+    stage_call = StageCall.of(order_maxima, (table, torch.randn(3, 129)), {"vocab_size": 129, "block": 64})
+    assert stage_call.made()[0].logits is table.logits
+    sent = pickle.loads(pickle.dumps(stage_call.portable())).made()[0]
+    assert isinstance(sent, DraftTable)
+    assert (sent.logits.shape, sent.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)
+
+
+CPU = torch.device("cpu")
+
+
+def halves(x: Tensor) -> tuple[Tensor, None, Tensor]:
+    return x[:, ::2] + 1, None, (x > 0).sum(-1)
+
+
+def doubled(x: Tensor) -> Tensor:
+    return x.T * 2
+
+
+def test_fake_results_have_the_shapes_of_what_a_stage_returns():
+    x = torch.randn(3, 6)
+    for found, wanted in zip(zeros_like(fake_results(halves, (x,), {})), halves(x), strict=True):
+        if wanted is None:
+            assert found is None
+        else:
+            assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
+            assert not found.any()
+
+
+def test_precompiled_stages_run_afterwards_and_compile_no_more():
+    run, x = CompiledStages(), torch.randn(3, 6)
+    with run.precompiling(CPU):
+        first, _, count = run(halves, x)
+        assert not first.any()
+        run(doubled, first)
+        assert not count.any()
+    with nothing_compiles():
+        first, _, count = run(halves, x)
+        assert torch.equal(first, halves(x)[0])
+        assert torch.equal(count, halves(x)[2])
+        assert torch.equal(run(doubled, first), doubled(first))

@@ -10,17 +10,15 @@ from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.utils import run_and_get_code
 
-from compiled_sampler.core.rows import RowSlots, gather_rows
+from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.lowering.inductor.patches import whole_casts
 from compiled_sampler.lowering.inductor.triton_kernels import ahead, prompt, rewritten, streamed
 from compiled_sampler.lowering.stages.tuning import tuning_of
-from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.maxima import BlockMaxima
 from compiled_sampler.passes.race import first_from_blocks, race_maxima
-from tests.builders.inputs import slot_table
+from tests.for_a_gpu import gpu_code, rows_of_one_request
 from tests.tiers import tiers
-from tools.kernels.launches import for_a_gpu, generated
 
 LANE_BY_LANE = "bit_cast"
 WIDTHS = sorted({isa.bit_width() for isa in valid_vec_isa_list()})
@@ -75,8 +73,7 @@ def test_inductor_casts_as_usual_again_afterwards():
 
 @pytest.mark.skipif(not WIDTHS, reason="Inductor knows no vectors of this machine")
 def test_a_race_casts_no_vector_lane_by_lane():
-    table, slots = slot_table([SamplingParams(seed=1)], 2048), torch.zeros(8, dtype=torch.int64)
-    rows = gather_rows(RowSlots(table, slots, slots), stream=0)
+    rows = gather_rows(rows_of_one_request(8, 2048), stream=0)
     run, x = CompiledStages({**EXACT_OPTIONS, "fx_graph_cache": False}), torch.randn(8, 2048)
     _, codes = run_and_get_code(lambda: run(race_maxima, x, rows, None, None, vocab_size=2048, block=128))
     assert "loadu(&" in "".join(codes)
@@ -144,27 +141,23 @@ def test_what_rows_need_is_read_before_the_wait_and_nothing_else():
     assert ahead("\n".join(body), ["in_ptr1"]) == "\n".join(body)  # a kernel that waits for none
 
 
+def code_of_first_from_blocks(rows: int, vocab_size: int) -> str:
+    blocks = BlockMaxima(*(torch.zeros(rows, vocab_size // 50, dtype=torch.int32) for _ in range(3)))
+    given = torch.randn(rows, vocab_size), blocks, rows_of_one_request(rows, vocab_size)
+    return gpu_code(first_from_blocks, *given, vocab_size=vocab_size, block=50)
+
+
 @pytest.mark.parametrize("rows", [1, 8])
 def test_generated_code_reads_slots_and_needs_before_it_waits_and_keys_afterwards(rows):
     assert tuning_of(first_from_blocks).ahead_rows
-    table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(rows, dtype=torch.int64)
-    blocks = BlockMaxima(*(torch.zeros(rows, 40, dtype=torch.int32) for _ in range(3)))
-    given, static = (torch.randn(rows, 2000), blocks, RowSlots(table, slots, slots)), {"vocab_size": 2000, "block": 50}
-    with for_a_gpu():
-        (found,) = generated(lambda run: run(first_from_blocks, *given, **static), "triton")
-    steps = re.findall(r"gdc_wait|tl\.load|max2", found.code)
+    steps = re.findall(r"gdc_wait|tl\.load|max2", code_of_first_from_blocks(rows, 2000))
     assert steps == ["tl.load"] * 3 + ["gdc_wait"] + ["tl.load"] * 3 + ["max2"] * 2
 
 
 def test_generated_code_of_a_row_too_long_for_registers_is_valid_and_waits_first():
-    table, slots = slot_table([SamplingParams(seed=1)], 400_000), torch.zeros(1, dtype=torch.int64)
-    blocks = BlockMaxima(*(torch.zeros(1, 8_000, dtype=torch.int32) for _ in range(3)))
-    static = {"vocab_size": 400_000, "block": 50}
-    given = torch.randn(1, 400_000), blocks, RowSlots(table, slots, slots)
-    with for_a_gpu():
-        (found,) = generated(lambda run: run(first_from_blocks, *given, **static), "triton")
-    assert "for r0_offset" in found.code
-    for kernel in re.findall(r"^def triton_.*?(?=^\'\'\')", found.code, re.MULTILINE | re.DOTALL):
+    code = code_of_first_from_blocks(1, 400_000)
+    assert "for r0_offset" in code
+    for kernel in re.findall(r"^def triton_.*?(?=^\'\'\')", code, re.MULTILINE | re.DOTALL):
         assert re.findall(r"gdc_wait|tl\.load", kernel)[0] == "gdc_wait"
 
 
@@ -179,13 +172,11 @@ def test_inductor_makes_its_own_kernels_again_afterwards():
 
 def test_generated_code_marks_every_load_of_logits_and_no_other():
     assert tuning_of(race_maxima).streams
-    table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(8, dtype=torch.int64)
-    rows = gather_rows(RowSlots(table, slots, slots), stream=0)
+    rows = gather_rows(rows_of_one_request(8, 2000), stream=0)
     static = {"vocab_size": 2000, "block": 512, "slices": 4, "by_bits": True}
-    with for_a_gpu():
-        (found,) = generated(lambda run: run(race_maxima, torch.randn(8, 2000), rows, None, None, **static), "triton")
-    loads = re.findall(r"tl\.load\((\w+) .*", found.code)
-    marked = re.findall(r"tl\.load\((\w+) .*evict_first", found.code)
+    code = gpu_code(race_maxima, torch.randn(8, 2000), rows, None, None, **static)
+    loads = re.findall(r"tl\.load\((\w+) .*", code)
+    marked = re.findall(r"tl\.load\((\w+) .*evict_first", code)
     assert len(marked) == 4  # one for each slice
     assert len(set(marked)) == 1
     assert loads.count(marked[0]) == 4
@@ -194,8 +185,6 @@ def test_generated_code_marks_every_load_of_logits_and_no_other():
 
 def test_the_gathering_of_rows_lets_the_next_start_at_once():
     assert tuning_of(gather_rows).launches_next_promptly
-    table, slots = slot_table([SamplingParams(seed=1)], 2000), torch.zeros(8, dtype=torch.int64)
-    with for_a_gpu():
-        (found,) = generated(lambda run: run(gather_rows, RowSlots(table, slots, slots), stream=0), "triton")
-    steps = re.findall(r"gdc_wait|gdc_launch_dependents|tl\.load", found.code)
+    code = gpu_code(gather_rows, rows_of_one_request(8, 2000), stream=0)
+    steps = re.findall(r"gdc_wait|gdc_launch_dependents|tl\.load", code)
     assert steps[:3] == ["gdc_wait", "gdc_launch_dependents", "tl.load"]

@@ -1,5 +1,8 @@
-"""The guard of Inductor's private parts: on a torch that it does not know, nothing is patched and no token changes."""
+"""The guard of Inductor's private parts, also on a torch that is not known; guards of layouts; Triton's assembler."""
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from unittest import mock
@@ -14,7 +17,8 @@ from torch._inductor.virtualized import V as virtualized
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
-from compiled_sampler.lowering.inductor import compilation, versions
+from compiled_sampler.lowering.inductor import compilation, layout_guards, versions
+from compiled_sampler.lowering.inductor.layout_guards import alike
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import KNOWN_TORCH, UnknownTorchWarning, is_known
 from compiled_sampler.lowering.stages.tuning import tuning_of
@@ -155,3 +159,88 @@ def test_on_another_torch_lists_and_histories_are_written_by_compiled_stages(unk
     assert found[0] == found[1]
     status = sampler.statistics().lowering
     assert (status.torch_is_known, status.eager_stages) == (False, {})
+
+
+X = torch.arange(8.0)
+OTHERS = {
+    "shorter": X[:4],
+    "strided": torch.arange(16.0)[::2],
+    "in two dimensions": X.view(2, 4),
+    "transposed": torch.arange(8.0).view(4, 2).t(),
+    "another dtype": X.view(torch.int32),
+    "wider numbers": X.to(torch.float64),
+    "the negative bit": torch._neg_view(X),
+    "another device": X.to("meta"),
+}
+
+
+@pytest.fixture(params=[True, False], ids=["guards", "public functions"])
+def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    monkeypatch.setattr(layout_guards, "was_checked", lambda: request.param)
+    return bool(request.param)
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_tensor_that_is_read_differently_is_not_alike(checked, other):
+    first, second = torch.zeros(3, 5), OTHERS[other]
+    assert not alike([first, X])(first, second)
+    assert not alike([first, second])(first, X)
+    assert alike([first, second])(first, second)
+
+
+def test_other_memory_of_the_same_layout_is_alike(checked):
+    rows = torch.randn(6, 7)[::2, :5]
+    assert alike([X, rows])(X.clone(), torch.zeros(9, 7)[:6:2, 2:])
+    assert alike([rows[:1]])(rows[:1])
+    assert alike([X, X])(X, X)  # one tensor may stand twice
+
+
+def test_within_inference_mode_and_without_gradients(checked):
+    with torch.inference_mode():
+        made = torch.arange(8.0)
+        assert alike([made, X])(made, X)
+    with torch.no_grad():
+        assert alike([X])(X)
+
+
+def test_a_tensor_that_torch_lets_be_written_elsewhere_is_not_alike(checked):
+    learnt = X.clone().requires_grad_()
+    with torch.inference_mode():
+        made = X.clone()
+    assert not alike([X])(made)
+    assert not alike([X])(learnt)
+    assert not alike([learnt])(X)
+    assert alike([learnt])(learnt)
+
+
+def test_no_tensor_is_held(checked):
+    tensor = torch.zeros(3)
+    place = tensor.untyped_storage()._weak_ref()
+    is_alike = alike([tensor])
+    del tensor
+    assert torch.UntypedStorage._expired(place)
+    torch.UntypedStorage._free_weak_ref(place)
+    assert is_alike(torch.zeros(3))
+
+
+_ASKED_BEFORE = """
+import os, subprocess, torch
+from triton.backends.nvidia import compiler
+from compiled_sampler.lowering.inductor.compilation import assembler_of_triton, set_up_triton
+
+device = torch.device("cuda", 0)
+major, minor = torch.cuda.get_device_capability(device)
+if ASKS:
+    compiler.get_ptxas_version(10 * major + minor)
+set_up_triton(device)
+tool = assembler_of_triton(device).get("TRITON_PTXAS_PATH") or compiler.get_ptxas(10 * major + minor).path
+assert subprocess.check_output([tool, "--version"], text=True) == compiler.get_ptxas_version(10 * major + minor)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("asks", [True, False])
+def test_a_process_assembles_as_this_one_also_where_triton_asked_for_its_version_before(asks: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_PTXAS_PATH"}
+    script = _ASKED_BEFORE.replace("ASKS", str(asks))
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)

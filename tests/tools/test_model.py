@@ -1,13 +1,16 @@
-"""Token ids of the small models: any text comes back, and tokens stay inside pieces of text."""
+"""The small models: token ids that come back as text, texts, and weights as training stores them."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.model import corpus
+from tools.model import corpus, train, transformer
 from tools.model.tokenizer import END_ID, Tokenizer
+from tools.model.weights import read_bfloat16, write_bfloat16
 
 TOKENIZER = Tokenizer(Path(corpus.__file__).parent / "tokenizer.json")
 
@@ -41,3 +44,29 @@ def test_paragraphs_are_long_and_without_indentation() -> None:
     assert len(corpus.paragraphs(corpus.documents())) > 300
     assert len(corpus.digest(["a", "b"])) == 64
     assert corpus.digest(["a", "b"]) != corpus.digest(["ab"])
+
+
+FOLDER = Path(corpus.__file__).parent
+
+
+@pytest.mark.parametrize("name", train.CONFIGS)
+def test_what_is_stored_is_what_training_stores(name: str) -> None:
+    config = train.CONFIGS[name]
+    assert json.loads((FOLDER / name / "config.json").read_text()) == config.to_json()
+    model = transformer.Model.load(FOLDER / name)
+    assert model.config == config
+    assert {key: tuple(weight.shape) for key, weight in model.weights.items()} == transformer.shapes(config)
+    assert all(weight.isfinite().all() for weight in model.weights.values())
+
+
+def test_weights_come_back_rounded_to_bfloat16(tmp_path: Path) -> None:
+    weights = {"a": torch.randn(3, 5), "b": torch.tensor([1.0, -0.0, 1e-40]), "c": torch.randn(2, 1, 2).double()}
+    path = tmp_path / "weights.safetensors"
+    write_bfloat16(path, weights)
+    found = read_bfloat16(path, torch.float64)
+    assert found.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(found[name], weight.to(torch.bfloat16).to(torch.float64))
+    path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"FP16"'))
+    with pytest.raises(ValueError, match="must hold bfloat16 tensors, got FP16 for a"):
+        read_bfloat16(path, torch.float32)
