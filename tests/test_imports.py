@@ -38,7 +38,7 @@ DATA = (
     "logprobs",
     "batch",
 )
-CORE = (*DATA, "core", "core.order", "core.arithmetic", "core.mass")
+CORE = (*DATA, "core", "core.order", "core.arithmetic", "core.mass", "core.stage")
 EDIT_STAGES = ("edits.masks", "edits.custom", "edits.recording")
 """What stands above the steps' inputs and outputs; a file that declares an edit stands below ``SamplingParams``."""
 EDITS = ("edits", *EDIT_STAGES)
@@ -52,7 +52,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "core.arithmetic": (),
     "core.mass": ("core.arithmetic",),
     "core.order": (),
-    "edits": ("scalars", "core.order", "core.arithmetic", "core.mass"),
+    "core.stage": (),
+    "edits": ("scalars", "core.order", "core.arithmetic", "core.mass", "core.stage"),
     "request_formats": ("edits",),
     "params": ("scalars", "edits", "request_formats"),
     "modes": ("scalars", "params"),
@@ -68,7 +69,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "exact": (*PASSES, "exact.triton"),
     "speculation": (*PASSES, *EDITS),
     "pipeline.schedule": (*CORE, "edits", "passes", "exact.triton"),
-    "shard": ("scalars", "core"),
+    "shard": ("scalars", "core.stage"),
     "pipeline": (*STAGES, *EDITS, "pipeline.schedule", "shard"),
     "lowering.stages": (*STAGES, *EDITS, "pipeline.schedule"),
     "lowering.inductor": ("exact.triton", "lowering.stages"),

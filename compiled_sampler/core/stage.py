@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 Result = TypeVar("Result")
 Other = TypeVar("Other")
+Stage = TypeVar("Stage", bound=Callable[..., Any])
 
 
 class Run(Protocol):
@@ -18,6 +19,37 @@ class Run(Protocol):
     def __call__(self, stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:
         """Return ``stage(*tensors, **static)``: eager, compiled or recorded, as the implementation decides."""
         ...
+
+
+class Scratch(NamedTuple):
+    """What a stage holds in eager torch, where that is far more than it reads and returns."""
+
+    tokens: bool
+    """Whether it holds numbers for each token of a row."""
+    blocks: int
+    """It holds numbers for each token of so many blocks of a row."""
+    position_bytes: int
+    """Bytes, measured, that it holds for each position of a row's history, and again for each draft of the row."""
+    whole: int
+    """How many of its first tensors it reads at any row, so that these are not cut."""
+
+
+def holds(
+    *, tokens: bool = False, blocks: int = 0, position_bytes: int = 0, whole: int = 0
+) -> Callable[[Stage], Stage]:
+    """Declares the scratch of a stage; arguments as ``Scratch``. Of others an operation holds a few numbers a row."""
+    # It returns the very function, as compiled stages are cached by its name and code.
+
+    def declared(stage: Stage) -> Stage:
+        stage.scratch = Scratch(tokens, blocks, position_bytes, whole)  # type: ignore[attr-defined]
+        return stage
+
+    return declared
+
+
+def scratch_of(stage: Callable[..., Any]) -> Scratch | None:
+    """What a stage declares to hold; None where that is little."""
+    return getattr(stage, "scratch", None)
 
 
 def call(stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:

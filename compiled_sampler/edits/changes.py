@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.history import AnyHistory
 
 
@@ -49,6 +50,7 @@ def add_to_bits(bits: Tensor, made: EditedTokens, tells: bool) -> EditedTokens |
     return told
 
 
+@holds(position_bytes=51)  # as `write_penalties`
 def take_back(bits: Tensor, made: EditedTokens) -> None:
     """Nothing; logits have the bits again that they had before an edit, if later ones were taken back already."""
     add_to_bits(bits, EditedTokens(made.token_ids.to(torch.int64), -made.added), tells=False)

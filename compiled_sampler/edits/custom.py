@@ -9,6 +9,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.order import indices, without_denormals
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.history import AnyHistory, last_tokens, texts_of
 from compiled_sampler.edits.masks import masked
@@ -16,6 +17,7 @@ from compiled_sampler.edits.tables import CustomTables
 from compiled_sampler.logit_edit import CustomEdits, EditRows
 
 
+@holds(tokens=True)
 def customized(
     logits: Tensor | PickedRows,
     token_bitmask: Tensor | None,

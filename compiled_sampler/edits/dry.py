@@ -17,6 +17,7 @@ from torch import Tensor
 
 from compiled_sampler.core.mass import FLOAT_MAX
 from compiled_sampler.core.order import indices, without_denormals
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.changes import ListWriter, entry_ids
 from compiled_sampler.edits.edit_spec import (
     Column,
@@ -50,6 +51,7 @@ class Dry(NamedTuple):
         writer.put(without_repetitions, slots, positions, self, history, smallest=True)
 
 
+@holds(position_bytes=270)  # an int32 and a bool for each length of a repetition
 def without_repetitions(
     x: Tensor, slots: Tensor, positions: Tensor, dry: Dry, history: AnyHistory
 ) -> tuple[Tensor, Tensor]:

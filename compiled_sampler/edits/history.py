@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.edit_spec import PROMPT_LEN, Column, EditSpec
 
 UNWRITTEN = -1  # the token of a position that holds none
@@ -68,6 +69,7 @@ def last_tokens(text: Tensor, positions: Tensor, history: AnyHistory, count: int
     return torch.where((place >= first) & (place < most), held, UNWRITTEN)
 
 
+@holds(position_bytes=20)
 def row_history(history: History, slots: Tensor, paths: RowPaths) -> RowHistory:
     """The text of each row of trees: what ``recorded`` would write of its path, in a copy of its request's entries."""
     entries, prompt_len = history.entries[slots.clamp(min=0)], history.prompt_lens[slots.clamp(min=0)][:, None]

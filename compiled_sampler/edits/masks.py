@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.order import indices, row_logits
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 
 
@@ -47,6 +48,7 @@ def copied(logits: Tensor | PickedRows, *, vocab_size: int) -> Tensor:
     return x.clone() if isinstance(logits, Tensor) else x
 
 
+@holds(tokens=True)
 def masked(
     logits: Tensor | PickedRows,
     token_bitmask: Tensor | None,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.core.order import indices, without_denormals
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.changes import EditedTokens, ListWriter, add_to_bits, edited_tokens, entry_ids
 from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, check_scope, in_range, normal
 from compiled_sampler.edits.history import ORDINAL, SUCCESSOR, TOKEN, AnyHistory, texts_of
@@ -37,6 +38,7 @@ class Penalties(NamedTuple):
         writer.add(write_penalties, slots, positions, self, history)
 
 
+@holds(position_bytes=51)  # tokens and what is added, gathered and as indices
 def write_penalties(
     x: Tensor,
     bits: Tensor,

@@ -17,6 +17,7 @@ from torch import Tensor
 from compiled_sampler.batch import RowStatus, SampleOutputs, SlotTable, VerifyOutputs
 from compiled_sampler.core.order import indices
 from compiled_sampler.core.rows import covered_slots, lacks_service
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.history import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History, HistoryRows
 from compiled_sampler.edits.min_tokens import StopLists
 
@@ -46,6 +47,7 @@ class DrawEnds(NamedTuple):
     finished: Tensor  # bool ``[R]``, whether a row's token ends its request
 
 
+@holds(position_bytes=10)
 def record_draws(
     history: History,
     rows: HistoryRows,
@@ -67,6 +69,7 @@ def record_draws(
     return ends
 
 
+@holds(position_bytes=5)
 def record_drafts(
     history: History,
     rows: HistoryRows,
@@ -86,6 +89,7 @@ def record_drafts(
     write_record(rows, recorded(covered, positions, token_ids, num_drafts, history))
 
 
+@holds(position_bytes=5)
 def record_ends(
     history: History,
     rows: HistoryRows,

@@ -1,6 +1,6 @@
 """What requests ask of filters of whole rows: top-n-sigma, min-k, p-less, typical-p and XTC ("exclude top choices").
 
-Their stages stand in ``passes``: ``deviation``, ``cliff``, ``mass_filters`` (p-less and XTC) and ``typical``.
+Their stages stand in ``passes``, in files with their names.
 """
 
 from __future__ import annotations

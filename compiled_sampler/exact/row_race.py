@@ -23,6 +23,7 @@ from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.order import Last, indices, key_float, last_of, pack, packed_id, packed_key, reaches
 from compiled_sampler.core.rows import RowParams, expand_to, take
 from compiled_sampler.core.score import admitted_key
+from compiled_sampler.core.stage import holds
 from compiled_sampler.exact.threshold import (
     FlaggedRows,
     Threshold,
@@ -52,6 +53,7 @@ def last_without_search(known: Threshold) -> Last:
     return last_of(torch.where(known.is_open, KEEP_ALL, known.packed), by_key=True)
 
 
+@holds(tokens=True)
 def mass_before_winner(
     logits: Tensor, before: Last, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int
 ) -> MassBefore:
@@ -106,6 +108,7 @@ def race_rows(
     return winners
 
 
+@holds(tokens=True)
 def race_rows_in_torch(
     logits: AnyLogits,
     races: Tensor,
@@ -129,6 +132,7 @@ def race_and_weigh(logits: AnyLogits, flagged: FlaggedRows, *, vocab_size: int, 
     return masses, winners
 
 
+@holds(tokens=True)
 def race_and_weigh_in_torch(
     logits: AnyLogits, flagged: FlaggedRows, *, vocab_size: int, block: int
 ) -> tuple[Tensor, Tensor]:
@@ -165,6 +169,7 @@ def race_beyond_candidates(
     return winners
 
 
+@holds(tokens=True)
 def race_beyond_candidates_in_torch(
     logits: AnyLogits,
     known: Threshold,
@@ -205,6 +210,7 @@ def race_top_k(logits: AnyLogits, rows: RowParams, *, vocab_size: int) -> tuple[
     return winners, nan_bits
 
 
+@holds(tokens=True)
 def race_top_k_in_torch(logits: AnyLogits, rows: RowParams, *, vocab_size: int) -> tuple[Tensor, Tensor]:
     """``race_top_k`` in torch."""
     x = all_logits(logits, vocab_size)

@@ -28,6 +28,7 @@ from compiled_sampler.core.filters import (
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, pack, packed_id, packed_key, row_logits
 from compiled_sampler.core.rows import RowParams, RowSlots
+from compiled_sampler.core.stage import holds
 from compiled_sampler.exact.triton import triton_operator
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, in_blocks
 from compiled_sampler.passes.candidates import largest, number
@@ -61,6 +62,7 @@ class Threshold(NamedTuple):
     """int64 ``[R]``, the mass of the row."""
 
 
+@holds(tokens=True)
 def block_masses(logits: AnyLogits, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int) -> Tensor:
     """The mass of each block of a row: int64 ``[R, ceil(V / block)]``."""
     x = in_blocks(all_logits(logits, vocab_size), block, float("-inf"))
@@ -149,6 +151,7 @@ def search_threshold(
     return threshold
 
 
+@holds(tokens=True)
 def search_threshold_in_torch(
     logits: Tensor, known: Threshold, row_max: Tensor, rows: RowParams, *, vocab_size: int, base_is_row: bool
 ) -> Tensor:
@@ -157,6 +160,7 @@ def search_threshold_in_torch(
     return search_in_order(keys, known, rows, vocab_size=vocab_size, base_is_row=base_is_row)
 
 
+@holds(tokens=True)
 def order_keys(logits: Tensor, *, vocab_size: int) -> Tensor:
     """The order key of every token, int32 ``[R, V]``, of float32, bfloat16 or float16 logits ``[R, >=V]``."""
     return order_key(row_logits(logits, vocab_size))

@@ -39,6 +39,7 @@ from compiled_sampler.core.order import (
 )
 from compiled_sampler.core.rows import RowParams, expand_to
 from compiled_sampler.core.score import admitted_key
+from compiled_sampler.core.stage import holds
 from compiled_sampler.passes.blocks import AnyLogits, Slice, gather_logits, logit_blocks, logit_slices, widened
 from compiled_sampler.passes.maxima import best_bits, largest_logit
 from compiled_sampler.passes.race import tokens_from_packed
@@ -70,6 +71,7 @@ class Leaders(NamedTuple):
     """float32 ``[R]``, the largest logit; None where the bounds do not tell those of blocks."""
 
 
+@holds(tokens=True)
 def race_bounds(logits: Tensor, rows: RowParams, *, vocab_size: int, block: int, finds_max: bool) -> Bounds:
     """An upper bound of the best score of each block, int32 keys ``[R, B]``, and if asked for the largest logit."""
     # Score and bound are the same sum, of the noise and of its bound, and rounding keeps their order. The bound of a
@@ -80,11 +82,13 @@ def race_bounds(logits: Tensor, rows: RowParams, *, vocab_size: int, block: int,
     return _bounds([Slice(*logit_blocks(logits, vocab_size, block))], rows, finds_max)
 
 
+@holds(tokens=True)
 def race_masked_bounds(logits: AnyLogits, rows: RowParams, *, vocab_size: int, block: int, finds_max: bool) -> Bounds:
     """``race_bounds`` of logits with masks beside them."""
     return _bounds(logit_slices(logits, vocab_size, block, max(1, block // _MASKED_SLICE)), rows, finds_max)
 
 
+@holds(blocks=LEADERS)
 def race_leaders(logits: AnyLogits, bounds: Bounds, rows: RowParams, *, vocab_size: int, block: int) -> Leaders:
     """The best score of each row in its blocks with the largest bounds, and flags of rows that need a full race."""
     # Blocks in which min_p drops every token are left out.

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.core.order import MASKED_KEY, indices, order_key, pack, packed_id, packed_key, visible
+from compiled_sampler.core.stage import holds
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
 from compiled_sampler.passes.maxima import coarser_keys
 
@@ -139,6 +140,7 @@ def number(keys: Tensor) -> Tensor:
     return pack(keys, indices(keys.shape[1], keys.device))
 
 
+@holds(tokens=True)
 def all_blocks(logits: AnyLogits, *, vocab_size: int, size: int) -> Tensor:
     """Packed (key, index) of all blocks of ``size`` tokens of a row: int64 ``[R, ceil(V / size)]``."""
     x, _ = logit_blocks(logits, vocab_size, size)

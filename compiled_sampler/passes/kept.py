@@ -31,6 +31,7 @@ from compiled_sampler.core.order import (
     reaches,
 )
 from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows
+from compiled_sampler.core.stage import holds
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
 from compiled_sampler.passes.maxima import BlockMaxima, kept_in_kernel
 
@@ -172,6 +173,7 @@ def kept_of_token(logits: AnyLogits, token_ids: Tensor, row_slots: RowSlots, *, 
     return greedy_kept(BlockMaxima(key, key, ids.clamp(min=0).to(torch.int32)), row_slots)
 
 
+@holds(tokens=True)
 def kept_in_blocks(
     logits: AnyLogits, cut: Cut, *, vocab_size: int, block: int, moment: bool, num_kept: bool, last: bool
 ) -> Kept:
@@ -211,15 +213,15 @@ def sum_kept(parts: Kept) -> Kept:
     return Kept(parts.cut, total, *(greedy_or_summed(*pair) for pair in zip(one[2:], summed[2:], strict=True)))
 
 
-def kept_candidates(ordered: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False) -> Kept:
+def kept_candidates(ordered: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_bits: bool) -> Kept:
     """The kept tokens of each row ``[R]`` whose filters end within the candidates, ``top_k <= C``."""
-    # row_mass is the base of top-p; None takes the mass after top-k.
+    # row_mass is the base of top-p; None takes the mass after top-k. by_bits as in law.candidate_law.
     rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     t = ordered_logits(ordered, rows.scale)
     prefix = keep_candidates(ordered, rows, row_mass)
     keep = prefix & (packed_key(ordered) > MASKED_KEY)
     last = last_kept(ordered, prefix)
-    cut = Cut(largest_of(ordered), rows.scale, None, last_of(last, by_key=True) if by_key else last, None)
+    cut = Cut(largest_of(ordered), rows.scale, None, last if by_bits else last_of(last, by_key=True), None)
     return Kept(
         cut,
         torch.where(keep, exp2_mass(t), 0).sum(-1),

@@ -1,10 +1,6 @@
 """The law of a row in integers: the weights of the tokens that pass its cut, and their exact total.
 
 Sampling needs no total; verification and ``probs`` do.
-
-A pass that does not know the row's largest logit makes the law of all visible tokens in blocks, each relative to its
-own largest logit, and reads the row once instead of twice. Bringing the blocks to the unit of the row rounds: so the
-blocks are the same on every path, whatever the batch and the device.
 """
 
 from __future__ import annotations
@@ -12,42 +8,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.batch import DraftTable, ProbabilityOutputs, RowStatus, SampleOutputs
-from compiled_sampler.core.arithmetic import LOG2_E, reciprocal
+from compiled_sampler.batch import DraftTable, ProbabilityOutputs, RowStatus
+from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.filters import keep_candidates, largest_of, last_kept, ordered_logits
-from compiled_sampler.core.mass import MASS_BITS, clamped, exp2_mass, exp2_moment, exp2_scaled, scaled_logits
+from compiled_sampler.core.mass import MASS_BITS, exp2_mass
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.order import (
-    MASKED_KEY,
-    POSITIVE_INFINITY_KEY,
-    indices,
-    is_visible,
-    key_float,
-    last_of,
-    order_key,
-    pack,
-    packed_id,
-    packed_key,
-    row_logits,
-)
-from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows, idle_status, with_scale
-from compiled_sampler.core.score import score_key
-from compiled_sampler.passes.blocks import AnyLogits, all_rows, logit_blocks, own_tokens, rows_in_windows
-from compiled_sampler.passes.kept import Cut, Kept, passes, probability_mass, unfiltered_cut, weight
-from compiled_sampler.passes.maxima import (
-    BlockMaxima,
-    best_bits,
-    kept_in_kernel,
-    largest_in_each,
-    largest_key,
-    largest_logit,
-    nan_bits_of,
-    row_nan_bits,
-    visible_bits,
-)
+from compiled_sampler.core.order import POSITIVE_INFINITY_KEY, is_visible, last_of, row_logits
+from compiled_sampler.core.rows import RowSlots, gather_rows, idle_status
+from compiled_sampler.core.stage import holds
+from compiled_sampler.passes.blocks import all_rows, logit_blocks, own_tokens, rows_in_windows
+from compiled_sampler.passes.kept import Cut, probability_mass, unfiltered_cut, weight
+from compiled_sampler.passes.maxima import BlockMaxima, kept_in_kernel, largest_in_each, nan_bits_of, row_nan_bits
 
 
 class Law(NamedTuple):
@@ -89,19 +62,20 @@ AnyLaw = Law | LawBlocks | UnfilteredLaw
 
 
 def candidate_law(
-    ordered: Tensor, nan_bits: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_key: bool = False
+    ordered: Tensor, nan_bits: Tensor, row_slots: RowSlots, row_mass: Tensor | None, *, by_bits: bool
 ) -> Law:
     """The law of rows whose filters end within the candidates; arguments as ``race.draw_from_candidates``."""
-    # With by_key the last token that is kept is given by its key.
+    # Unless by_bits, the last token that is kept is given by its key.
     rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
     keep = keep_candidates(ordered, rows, row_mass)
     weights = torch.where(keep, exp2_mass(ordered_logits(ordered, rows.scale)), 0)
     last = last_kept(ordered, keep)
-    threshold = last_of(last, by_key=True) if by_key else last
+    threshold = last if by_bits else last_of(last, by_key=True)
     cut = Cut(largest_of(ordered), rows.scale, rows.min_p_log2, threshold, None)
     return _law(cut, weights.sum(-1), row_nan_bits(nan_bits, ordered.shape[1]))
 
 
+@holds(tokens=True)
 def unfiltered_weights(
     logits: Tensor | DraftTable,
     row_ids: Tensor | None,
@@ -126,12 +100,14 @@ def unfiltered_weights(
     return (weights if row_ids is None else torch.where(own_tokens(ids, block), weights, 0)).sum(-1)
 
 
+@holds(tokens=True)
 def weight_blocks(logits: Tensor, cut: Cut, *, vocab_size: int, block: int) -> Tensor:
     """The weight of each block of a row, int64 ``[R, B]``."""
     x, ids = logit_blocks(logits, vocab_size, block)
     return weight(x, ids, cut).sum(-1)
 
 
+@holds(tokens=True)
 def probability_blocks(
     probabilities: Tensor, *, vocab_size: int, block: int, looks: bool, by_bits: bool = False
 ) -> LawBlocks:
@@ -152,33 +128,13 @@ def sum_law(law: AnyLaw, *, filters_min_p: bool = False) -> Law:
     return _law(law.cut, parts.sum(-1), seen)
 
 
+@holds(tokens=True)
 def probabilities(logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: int) -> ProbabilityOutputs:
     """Probabilities, float32 ``[R, V]``: exact zeros where a filter drops a token; each row sums to 1 within 1e-6."""
     x = row_logits(logits, vocab_size)
     ids = torch.arange(vocab_size, device=logits.device).to(torch.int32)
     share = torch.where(idle_status(row_slots.table, row_slots.slots) == 0, law.inverse, 0.0)[:, None]
     return ProbabilityOutputs((weight(x, ids, law.cut).to(torch.float64) * share).to(torch.float32))
-
-
-def race_order(
-    logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: int, count: int, stream: int = TARGET
-) -> SampleOutputs:
-    """The ``count`` best tokens of each row's race, int64 ``[R, count]``; -1 behind the last."""
-    # Of a greedy row, which keeps one token, it is the first ones of the order.
-    cut = law.cut
-    assert cut is not None  # rows are logits
-    rows, x, ids = (
-        gather_rows(row_slots, stream=stream),
-        row_logits(logits, vocab_size),
-        indices(vocab_size, logits.device),
-    )
-    kept = passes(x, ids, scaled_logits(x, expand_to(cut.row_max, x), expand_to(cut.scale, x)), cut)
-    keeps = rows.live[:, None] if kept is None else rows.live[:, None] & (kept | (rows.noise_mask == 0)[:, None])
-    best = pack(torch.where(keeps, score_key(x, ids, rows), MASKED_KEY), ids).topk(min(count, vocab_size)).values
-    tokens = torch.where(packed_key(best) == MASKED_KEY, -1, packed_id(best).to(torch.int64))
-    status = torch.where(tokens[:, 0] < 0, law.status | int(RowStatus.ALL_MASKED), law.status)
-    tokens = F.pad(tokens, (0, count - tokens.shape[1]), value=-1)
-    return SampleOutputs(tokens, torch.where(rows.live, status, rows.idle))
 
 
 def _law(cut: Cut | None, total: Tensor, nan_bits: Tensor | None) -> Law:
@@ -192,63 +148,3 @@ def _law(cut: Cut | None, total: Tensor, nan_bits: Tensor | None) -> Law:
         infinite = cut.row_max * cut.scale == float("inf")
         status = status | torch.where(infinite, int(RowStatus.POSITIVE_INFINITY), 0)
     return Law(cut, total, reciprocal(total.to(torch.float64)), status.to(torch.int32))
-
-
-LAW_BLOCK = 512
-"""Tokens of a block. Another number changes bits of logprobs."""
-
-_UNIT = 2.0**-MASS_BITS
-
-
-class BlockLaws(NamedTuple):
-    """The visible tokens of each block, ``[R, B]``."""
-
-    keys: Tensor
-    """int32, the order key of the largest logit."""
-    masses: Tensor
-    """int64, the mass relative to that logit."""
-    moments: Tensor | None
-    """int64, the sum of ``-2**t * t`` relative to that logit; None where no entropy is asked for."""
-
-
-def law_scale(row_slots: RowSlots, processed_scale: Tensor | None) -> Tensor:
-    """``log2(e) / temperature`` of each row, float32 ``[R]``; for padding, whose results mean nothing, any."""
-    # This is a stage of its own, as each block of a row would wait for the request's slot and for what stands there.
-    # processed_scale: float32 [S], also of greedy requests; None takes the table's, where these have temperature 1.
-    if processed_scale is not None:
-        row_slots = with_scale(row_slots, processed_scale)
-    rows = gather_rows(row_slots, stream=TARGET)  # the noise is not used
-    return rows.scale if processed_scale is not None else torch.where(rows.noise_mask == 0, LOG2_E, rows.scale)
-
-
-def law_in_blocks(
-    logits: AnyLogits, scale: Tensor | None, *, vocab_size: int, moment: bool, by_bits: bool
-) -> BlockLaws:
-    """The law of each block of a row ``[R, B]``, without filters."""
-    x, _ = logit_blocks(logits, vocab_size, LAW_BLOCK)
-    key = order_key(best_bits(visible_bits(x)).view(torch.float32)) if by_bits else largest_key(x)
-    return block_laws(x, key, scale, moment=moment)
-
-
-def block_laws(x: Tensor, keys: Tensor, scale: Tensor | None, *, moment: bool) -> BlockLaws:
-    """The law of each block ``[R, B]`` of logits, float32 ``[R, B, n]``, relative to the logit of an order key."""
-    row_max = key_float(keys)[..., None]
-    row_scale = torch.full_like(row_max, LOG2_E) if scale is None else scale[:, None, None]
-    t = scaled_logits(x, row_max, row_scale)  # of tokens that are not visible -inf or NaN: no mass
-    return BlockLaws(keys, exp2_mass(t).sum(-1), exp2_moment(t).sum(-1) if moment else None)
-
-
-def sum_block_laws(blocks: BlockLaws, scale: Tensor | None) -> Kept:
-    """The law of each row ``[R]`` from those of its blocks; arguments as ``law_in_blocks``."""
-    # A product of a block's weight and its mass is rounded to float64 and truncated to units of 2**-40, so sums do not
-    # depend on their order.
-    row_max = largest_logit(blocks.keys)
-    cut = Cut(row_max, torch.full_like(row_max, LOG2_E) if scale is None else scale, None, None, None)
-    t = scaled_logits(key_float(blocks.keys), cut.row_max[:, None], cut.scale[:, None])
-    weights, masses = exp2_scaled(t).to(torch.float64) * _UNIT, blocks.masses.to(torch.float64)
-    moment = None
-    if blocks.moments is not None:
-        below = -clamped(t).to(torch.float64)
-        own = (weights * blocks.moments.to(torch.float64)).to(torch.int64)
-        moment = (own + (weights * masses * below).to(torch.int64)).sum(-1)
-    return Kept(cut, (weights * masses).to(torch.int64).sum(-1), moment, None, None)

@@ -19,6 +19,7 @@ from compiled_sampler.core.mass import FLOAT_MAX, MASS_BITS, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import Last, is_visible, key_float, order_key, pack, packed_id, packed_key, reaches
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows, idle_status
+from compiled_sampler.core.stage import holds
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_blocks
 from compiled_sampler.passes.kept import Kept, passes
@@ -39,6 +40,7 @@ class Asked(NamedTuple):
     """int32 ``[R, B]``, how many tokens of each block stand before the row's token, from ``tokens_before``."""
 
 
+@holds(tokens=True)
 def tokens_before(logits: AnyLogits, token_ids: Tensor, *, vocab_size: int, block: int) -> Tensor:
     """How many tokens of each block of a row stand before a token in the order: int32 ``[R, B]``."""
     # For -1, which is no token, the result has no meaning.

@@ -28,6 +28,7 @@ from compiled_sampler.core.order import (
     visible,
 )
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.custom import customized
 from compiled_sampler.edits.history import AnyHistory
@@ -68,6 +69,7 @@ class BlockMaxima(NamedTuple):
     """int32 ``[R, B]``, the first token with that key; None where the pass does not name tokens."""
 
 
+@holds(tokens=True)
 def order_maxima(
     logits: AnyLogits, *, vocab_size: int, block: int, slices: int = 1, by_bits: bool = False, names: bool = False
 ) -> BlockMaxima:
@@ -75,6 +77,7 @@ def order_maxima(
     return _order_maxima(logit_slices(logits, vocab_size, block, slices), by_bits, names)
 
 
+@holds(tokens=True, whole=1)
 def order_maxima_of(
     logits: Tensor | DraftTable,
     row_ids: Tensor,
@@ -222,6 +225,7 @@ def best_named(blocks: BlockMaxima) -> tuple[Tensor, Tensor]:
     return pack(blocks.keys, blocks.token_ids).amax(-1), blocks.nan_bits.amax(-1)
 
 
+@holds(tokens=True)
 def masked_with_maxima(
     logits: Tensor,
     token_bitmask: Tensor | None,
@@ -239,6 +243,7 @@ def masked_with_maxima(
     return x, order_maxima(x, vocab_size=vocab_size, block=block, slices=slices, by_bits=by_bits, names=names)
 
 
+@holds(tokens=True)
 def customized_with_maxima(
     logits: Tensor,
     token_bitmask: Tensor | None,

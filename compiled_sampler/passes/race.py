@@ -10,26 +10,33 @@ A row races over all its tokens or over its candidates; the winners give token i
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import RowStatus, SampleOutputs
 from compiled_sampler.core.filters import keep_candidates
+from compiled_sampler.core.mass import scaled_logits
+from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import (
     MASKED_KEY,
     POSITIVE_INFINITY_KEY,
     Last,
+    indices,
     key_float,
     order_key,
     pack,
     packed_id,
     packed_key,
+    row_logits,
     score_order,
 )
-from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, idle_status
+from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows, idle_status
 from compiled_sampler.core.score import admitted_bits, admitted_key, score_key
+from compiled_sampler.core.stage import holds
 from compiled_sampler.passes.blocks import AnyLogits, gather_logits, logit_slices, widened
 from compiled_sampler.passes.candidates import sort
-from compiled_sampler.passes.kept import Kept, kept_candidates
+from compiled_sampler.passes.kept import Kept, kept_candidates, passes
+from compiled_sampler.passes.law import Law
 from compiled_sampler.passes.maxima import (
     BlockMaxima,
     best_bits,
@@ -66,6 +73,7 @@ def last_before_winner(logits: AnyLogits, token_ids: Tensor, *, vocab_size: int)
     return Last(order_key(x), (token_ids - 1).to(torch.int32))
 
 
+@holds(tokens=True)
 def race_maxima(
     logits: AnyLogits,
     rows: RowParams,
@@ -87,6 +95,7 @@ def race_maxima(
     return BlockMaxima(score_order(best), nan_bits_of(*(x for x, _ in parts), by_bits=by_bits), token_ids)
 
 
+@holds(blocks=1)
 def draw_from_blocks(
     logits: AnyLogits,
     blocks: BlockMaxima,
@@ -123,6 +132,7 @@ def best_from_blocks(
     return pack(key, ids).amax(-1), widened(blocks.nan_bits, block).amax(-1)
 
 
+@holds(blocks=1)
 def first_from_blocks(
     logits: AnyLogits, blocks: BlockMaxima, row_slots: RowSlots, *, vocab_size: int, block: int
 ) -> SampleOutputs:
@@ -160,9 +170,28 @@ def draw_and_keep(
     *,
     stream: int,
     is_ordered: bool,
-    by_key: bool,
+    by_bits: bool,
 ) -> tuple[SampleOutputs, Kept, Tensor]:
     """``draw_from_candidates``, the tokens that the filters keep ``[R]``, and the candidates in order, ``[R, C]``."""
     ordered = chosen if is_ordered else sort(chosen, count=chosen.shape[1])
     drawn = draw_from_candidates(ordered, nan_bits, row_slots, row_mass, stream=stream)
-    return drawn, kept_candidates(ordered, row_slots, row_mass, by_key=by_key), ordered
+    return drawn, kept_candidates(ordered, row_slots, row_mass, by_bits=by_bits), ordered
+
+
+@holds(tokens=True)
+def best_of_race(
+    logits: Tensor, law: Law, row_slots: RowSlots, *, vocab_size: int, count: int, stream: int = TARGET
+) -> SampleOutputs:
+    """The ``count`` best tokens of each row's race, int64 ``[R, count]``; -1 behind the last."""
+    # Of a greedy row, which keeps one token, it is the first ones of the order.
+    cut = law.cut
+    assert cut is not None  # rows are logits
+    rows = gather_rows(row_slots, stream=stream)
+    x, ids = row_logits(logits, vocab_size), indices(vocab_size, logits.device)
+    kept = passes(x, ids, scaled_logits(x, expand_to(cut.row_max, x), expand_to(cut.scale, x)), cut)
+    keeps = rows.live[:, None] if kept is None else rows.live[:, None] & (kept | (rows.noise_mask == 0)[:, None])
+    best = pack(torch.where(keeps, score_key(x, ids, rows), MASKED_KEY), ids).topk(min(count, vocab_size)).values
+    tokens = torch.where(packed_key(best) == MASKED_KEY, -1, packed_id(best).to(torch.int64))
+    status = torch.where(tokens[:, 0] < 0, law.status | int(RowStatus.ALL_MASKED), law.status)
+    tokens = F.pad(tokens, (0, count - tokens.shape[1]), value=-1)
+    return SampleOutputs(tokens, torch.where(rows.live, status, rows.idle))

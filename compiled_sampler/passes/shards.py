@@ -24,14 +24,15 @@ from compiled_sampler.core.order import (
     reaches,
 )
 from compiled_sampler.core.rows import RowParams, RowSlots, expand_to, gather_rows, idle_status
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.masks import row_words
 from compiled_sampler.logprobs import LogprobOutputs
+from compiled_sampler.passes.block_laws import LAW_BLOCK, BlockLaws, block_laws, sum_block_laws
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, gather_logits, in_blocks, logit_blocks
 from compiled_sampler.passes.bounds import Leaders
 from compiled_sampler.passes.candidates import sort
 from compiled_sampler.passes.kept import Kept
-from compiled_sampler.passes.law import LAW_BLOCK, BlockLaws, block_laws, sum_block_laws
 from compiled_sampler.passes.logprobs import Asked, logprobs_from_logits
 from compiled_sampler.passes.maxima import BlockMaxima, first_token, kept_in_kernel, mass_units
 from compiled_sampler.passes.race import best_from_blocks, draw_from_candidates, tokens_from_packed
@@ -83,6 +84,7 @@ def first_of_shard(logits: AnyLogits, blocks: BlockMaxima, *, vocab_size: int, b
     return told_best(*first_token(logits, blocks, vocab_size, block), start)
 
 
+@holds(blocks=1)
 def winners_of_blocks(
     logits: AnyLogits,
     blocks: BlockMaxima,
@@ -161,6 +163,7 @@ def _joined(told: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     return tokens, _nan_bits(has_nan.amax(-1, keepdim=True))
 
 
+@holds(tokens=True)
 def law_keys_of_shard(
     logits: AnyLogits, ids: tuple[Tensor, ...], *, vocab_size: int, start: int, num_blocks: int
 ) -> Tensor:
@@ -172,6 +175,7 @@ def law_keys_of_shard(
     return torch.cat([_in_whole_row(order_key(x).amax(-1), start, num_blocks, MASKED_KEY), asked], 1)
 
 
+@holds(tokens=True)
 def law_sums_of_shard(
     logits: AnyLogits,
     keys: Tensor,
@@ -242,6 +246,7 @@ def every_key(live: Tensor) -> KeyRange:
     return KeyRange(*(kept_in_kernel(live, value, 1) for value in values))
 
 
+@holds(tokens=True)
 def weights_from_keys(
     logits: AnyLogits, keys: KeyRange, row_max: Tensor, scale: Tensor, *, vocab_size: int, block: int, by_mass: bool
 ) -> Tensor:
@@ -295,6 +300,7 @@ def _mass_of_key(key: Tensor, rows: RowParams, row_max: Tensor) -> Tensor:
     return exp2_mass(scaled_logits(key_float(key.to(torch.int32)), row_max, rows.scale))
 
 
+@holds(tokens=True)
 def count_of_key(logits: AnyLogits, key: Tensor, *, vocab_size: int, block: int) -> Tensor:
     """The tokens of each block that have the row's key, int64 ``[R, B]``."""
     x, _ = logit_blocks(logits, vocab_size, block)

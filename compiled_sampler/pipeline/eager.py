@@ -1,6 +1,6 @@
 """Stages in eager torch, which writes to memory what kernels keep in registers: in chunks of rows, with the same bits.
 
-The stages named here hold far more than they read and return; of all others an operation holds a few numbers a row.
+Stages that hold far more than they read and return say so where they are defined (``core.stage.holds``).
 """
 
 from __future__ import annotations
@@ -12,91 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_sampler.core.stage import Run, fuses
-from compiled_sampler.edits.changes import EditedTokens, take_back
-from compiled_sampler.edits.custom import customized
-from compiled_sampler.edits.dry import without_repetitions
-from compiled_sampler.edits.history import History, RowHistory, row_history
-from compiled_sampler.edits.masks import masked
-from compiled_sampler.edits.penalties import write_penalties
-from compiled_sampler.edits.recording import record_drafts, record_draws, record_ends
-from compiled_sampler.exact.row_race import (
-    IN_TORCH,
-    NO_WINNER,
-    mass_before_winner,
-    race_and_weigh,
-    race_and_weigh_in_torch,
-    race_beyond_candidates_in_torch,
-    race_rows,
-    race_rows_in_torch,
-    race_top_k_in_torch,
-)
-from compiled_sampler.exact.threshold import block_masses, order_keys, search_threshold_in_torch
+from compiled_sampler.core.stage import Run, fuses, scratch_of
+from compiled_sampler.edits.changes import EditedTokens
+from compiled_sampler.edits.history import History, RowHistory
+from compiled_sampler.exact.row_race import IN_TORCH, NO_WINNER, race_and_weigh, race_rows
 from compiled_sampler.exact.triton import num_parts
-from compiled_sampler.passes.bounds import LEADERS, race_bounds, race_leaders, race_masked_bounds
-from compiled_sampler.passes.candidates import all_blocks, child_tokens
-from compiled_sampler.passes.cliff import above_cliff, drop_keys
-from compiled_sampler.passes.deviation import distance_sums, logit_ends, within_distance
-from compiled_sampler.passes.kept import kept_in_blocks
-from compiled_sampler.passes.law import (
-    law_in_blocks,
-    probabilities,
-    probability_blocks,
-    race_order,
-    unfiltered_weights,
-    weight_blocks,
-)
-from compiled_sampler.passes.logprobs import tokens_before
-from compiled_sampler.passes.mass_filters import last_top_choices, mass_sums, without_first, without_light
-from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima, order_maxima, order_maxima_of
-from compiled_sampler.passes.race import draw_from_blocks, first_from_blocks, race_maxima
-from compiled_sampler.passes.shards import (
-    count_of_key,
-    law_keys_of_shard,
-    law_sums_of_shard,
-    weights_from_keys,
-    winners_of_blocks,
-)
-from compiled_sampler.passes.typical import digit_masses, within_typical
+from compiled_sampler.passes.candidates import child_tokens
+from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.pipeline.chunks import in_chunks_of, leaves_by_row
 from compiled_sampler.pipeline.schedule import eager_rows
-from compiled_sampler.speculation.residual import final_winners, residual_of_blocks, residual_of_walked_blocks
 
 Stage = Callable[..., Any]
-
-_OF_TOKENS: dict[Stage, int] = {
-    **dict.fromkeys((all_blocks, customized, customized_with_maxima, masked, masked_with_maxima), 0),
-    **dict.fromkeys((order_maxima, race_bounds, race_masked_bounds, race_maxima, race_order), 0),
-    **dict.fromkeys((block_masses, mass_before_winner, order_keys, count_of_key, weights_from_keys), 0),
-    **dict.fromkeys((race_and_weigh_in_torch, race_beyond_candidates_in_torch, race_rows_in_torch), 0),
-    **dict.fromkeys((race_top_k_in_torch, search_threshold_in_torch), 0),
-    **dict.fromkeys((kept_in_blocks, law_in_blocks, law_keys_of_shard, law_sums_of_shard, tokens_before), 0),
-    **dict.fromkeys((probabilities, probability_blocks, weight_blocks), 0),
-    **dict.fromkeys((above_cliff, drop_keys, distance_sums, logit_ends, within_distance), 0),
-    **dict.fromkeys((last_top_choices, mass_sums, without_first, without_light, digit_masses, within_typical), 0),
-    order_maxima_of: 1,
-    residual_of_blocks: 2,
-    final_winners: 2,
-    residual_of_walked_blocks: 4,
-}
-"""Stages that hold numbers for each token of a row, and how many of their first tensors they read at any row."""
-
-_OF_BLOCKS: dict[Stage, int] = {
-    **dict.fromkeys((draw_from_blocks, first_from_blocks, winners_of_blocks), 1),
-    race_leaders: LEADERS,
-}
-"""Stages that hold numbers for each token of so many blocks of a row."""
-
-_OF_POSITIONS: dict[Stage, int] = {
-    row_history: 20,
-    write_penalties: 51,  # tokens and what is added, gathered and as indices
-    take_back: 51,
-    without_repetitions: 270,  # an int32 and a bool for each length of a repetition
-    record_draws: 10,
-    record_drafts: 5,
-    record_ends: 5,
-}
-"""Bytes, measured, that a stage holds for each position of a row's history, and again for each draft of the row."""
 
 
 def eagerly(stage: Stage, /, *tensors: Any, **static: Any) -> Any:
@@ -104,9 +30,10 @@ def eagerly(stage: Stage, /, *tensors: Any, **static: Any) -> Any:
     most = _most_rows(stage, tensors, static)
     if most is None:
         return stage(*tensors, **static)
-    whole = _OF_TOKENS.get(stage, 0)
+    scratch = scratch_of(stage)
+    whole = 0 if scratch is None else scratch.whole
     if stage is unfiltered_weights:
-        whole = int(tensors[1] is not None)  # row_ids
+        whole = int(tensors[1] is not None)  # row_ids, which name rows of the logits
     return in_chunks_of(most, lambda *rows: stage(*tensors[:whole], *rows, **static), *tensors[whole:])
 
 
@@ -136,18 +63,19 @@ def in_chunks_as(stage: Stage, run: Run, step: Callable[..., Any], *tensors: Any
 
 def _most_rows(stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> int | None:
     """Rows that a stage has room for at once; None where it takes all."""
-    if stage in _OF_TOKENS or stage is unfiltered_weights:
-        return eager_rows(tokens=static["vocab_size"])
-    if stage in _OF_BLOCKS:
-        return eager_rows(tokens=_OF_BLOCKS[stage] * static["block"])
-    if stage is child_tokens:
+    if stage is child_tokens:  # as many as the parents have
         return eager_rows(tokens=tensors[1].shape[1] * static["ratio"] * static["size"])
-    if stage not in _OF_POSITIONS:
+    scratch = scratch_of(stage)
+    if scratch is None:
         return None
+    if scratch.tokens:
+        return eager_rows(tokens=static["vocab_size"])
+    if scratch.blocks:
+        return eager_rows(tokens=scratch.blocks * static["block"])
     length = sum(map(_positions, tensors))
     drafts = (leaf for leaf in leaves_by_row(tensors) if leaf.dtype is torch.int64 and leaf.dim() == 2)
     num_drafts = max((leaf.shape[1] for leaf in drafts), default=0)
-    return eager_rows(row_bytes=_OF_POSITIONS[stage] * length * (1 + num_drafts))
+    return eager_rows(row_bytes=scratch.position_bytes * length * (1 + num_drafts))
 
 
 def _positions(read: Any) -> int:

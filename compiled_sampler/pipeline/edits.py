@@ -174,7 +174,7 @@ def _listed_in_place(
 
 def _maxima_wanted(schedule: Schedule) -> dict[str, Any]:
     """The static arguments of a pass that tells the block maxima of its copy."""
-    return {**schedule.copied.reduction, "names": schedule.names_tokens and not schedule.mode.draws}
+    return {**schedule.copied.reduction, "names": schedule.by_triton and not schedule.mode.draws}
 
 
 def _copied(

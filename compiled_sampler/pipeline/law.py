@@ -5,12 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, ProbabilityOutputs, SampleInputs
-from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowSlots, row_slots_of
 from compiled_sampler.core.stage import Run, call, fuses
 from compiled_sampler.edits.tables import EditInputs
 from compiled_sampler.modes import Mode
-from compiled_sampler.passes.kept import cut_at_threshold
 from compiled_sampler.passes.law import (
     AnyLaw,
     Law,
@@ -27,7 +25,7 @@ from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
-from compiled_sampler.pipeline.search import block_maxima, candidates_and_thresholds, find_candidates, threshold_of
+from compiled_sampler.pipeline.search import block_maxima, find_candidates, searched_cut
 
 
 def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> ProbabilityOutputs:
@@ -55,17 +53,13 @@ def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -
     # The law's sums may not be taken yet (sum_law); candidates are packed keys, int64 [R, C], or None.
     mode = schedule.mode
     if mode.searches:
-        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, run)
-        threshold: Tensor | Last = threshold_of(schedule, logits, search_inputs, run)
-        if not schedule.by_triton:
-            threshold = run(last_of, threshold, by_key=True)
-        cut = cut_at_threshold(threshold, search_inputs.row_max, search_inputs.rows)
+        cut, search_inputs = searched_cut(schedule, logits, row_slots, run)
         weights = run(weight_blocks, logits, cut, **schedule.order.blocks)
         return LawBlocks(cut, weights, search_inputs.nan_bits), None
     if mode.capacity:
         candidates = find_candidates(schedule, logits, row_slots, run)
         draw_inputs = (candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass)
-        return run(candidate_law, *draw_inputs, by_key=not schedule.by_triton), candidates.tokens
+        return run(candidate_law, *draw_inputs, by_bits=schedule.by_triton), candidates.tokens
     blocks = block_maxima(schedule, logits, run, names=True)
     return unfiltered_law(schedule, logits, blocks, row_slots, None, run), None
 

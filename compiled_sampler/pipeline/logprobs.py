@@ -12,35 +12,27 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
+from compiled_sampler.passes.block_laws import law_in_blocks, law_scale, sum_block_laws
 from compiled_sampler.passes.blocks import AnyLogits, values_of
 from compiled_sampler.passes.candidates import all_blocks, select, sort
 from compiled_sampler.passes.kept import (
     Cut,
     Kept,
-    cut_at_threshold,
     greedy_kept,
     kept_candidates,
     kept_in_blocks,
     sum_kept,
     unfiltered_cut,
 )
-from compiled_sampler.passes.law import law_in_blocks, law_scale, sum_block_laws
 from compiled_sampler.passes.logprobs import Asked, logprobs_from_kept, tokens_before, top_logprobs
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
-from compiled_sampler.pipeline.search import (
-    block_maxima,
-    candidates_and_thresholds,
-    find_candidates,
-    ordered_candidates,
-    threshold_of,
-)
+from compiled_sampler.pipeline.search import block_maxima, find_candidates, ordered_candidates, searched_cut
 
 
 class FoundLaw(NamedTuple):
@@ -154,15 +146,11 @@ def _filtered(
     sums = {"moment": wanted.entropy and wanted.of == "filtered", "num_kept": wanted.num_kept, "last": wanted.boundary}
     if mode.searches:
         assert isinstance(logits, Tensor)
-        search_inputs = candidates_and_thresholds(schedule, logits, row_slots, run)
-        threshold: Tensor | Last = threshold_of(schedule, logits, search_inputs, run)
-        if not schedule.by_triton:
-            threshold = run(last_of, threshold, by_key=True)
-        above = cut_at_threshold(threshold, search_inputs.row_max, search_inputs.rows)
-        return _summed(schedule, logits, above, run, **sums), search_inputs.ordered
+        searched, search_inputs = searched_cut(schedule, logits, row_slots, run)
+        return _summed(schedule, logits, searched, run, **sums), search_inputs.ordered
     if mode.capacity:
         candidates = find_candidates(schedule, logits, row_slots, run)
-        kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_key=not schedule.by_triton)
+        kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_bits=schedule.by_triton)
         return kept, candidates.tokens
     if not sums_kept(mode, wanted):
         return run(greedy_kept, block_maxima(schedule, logits, run, names=True), row_slots), None
@@ -193,7 +181,7 @@ def first_tokens(schedule: Schedule, logits: AnyLogits, ordered: Tensor | None, 
 
     def sorted_rows(logits: AnyLogits) -> Tensor:
         packed = run(all_blocks, logits, vocab_size=vocab_size, size=1)
-        return run(select if narrow.picks_by == "select" else sort, packed, count=min(count, vocab_size))
+        return run(sort if narrow.by_triton else select, packed, count=min(count, vocab_size))
 
     few = replace(schedule, chunk_rows=schedule.eager_chunk_rows)  # a packed key for each token, several times
     return in_chunks(few, run, sorted_rows, logits)

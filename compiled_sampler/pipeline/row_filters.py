@@ -16,9 +16,9 @@ from compiled_sampler.core.stage import Run
 from compiled_sampler.edits.row_filters import MinK, PLess, TopNSigma, TypicalP, Xtc
 from compiled_sampler.edits.tables import RowFilters
 from compiled_sampler.passes.candidates import select
-from compiled_sampler.passes.cliff import above_cliff, cliff_logit, descending, drop_keys
-from compiled_sampler.passes.deviation import distance_sums, distance_units, logit_ends, longest_kept, within_distance
-from compiled_sampler.passes.mass_filters import (
+from compiled_sampler.passes.maxima import mass_units
+from compiled_sampler.passes.min_k import above_cliff, cliff_logit, descending, drop_keys
+from compiled_sampler.passes.p_less_and_xtc import (
     MassUnits,
     last_top_choices,
     mass_sums,
@@ -27,8 +27,8 @@ from compiled_sampler.passes.mass_filters import (
     without_first,
     without_light,
 )
-from compiled_sampler.passes.maxima import mass_units
-from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_search, with_digit, within_typical
+from compiled_sampler.passes.top_n_sigma import distance_sums, distance_units, logit_ends, longest_kept, within_distance
+from compiled_sampler.passes.typical_p import NUM_DIGITS, digit_masses, typical_search, with_digit, within_typical
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.search import block_maxima
@@ -45,7 +45,7 @@ def filtered_logits(schedule: Schedule, logits: Tensor, row_slots: RowSlots, fil
     return in_chunks(schedule, run, filtered_chunk, logits, row_slots)
 
 
-def _near_the_largest(
+def _top_n_sigma(
     schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, top_n_sigma: TopNSigma, run: Run
 ) -> Tensor:
     """The logits after top-n-sigma."""
@@ -55,25 +55,22 @@ def _near_the_largest(
     return run(within_distance, logits, units[0], longest, vocab_size=schedule.mode.vocab_size)
 
 
-def _above_the_cliff(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, min_k: MinK, run: Run
-) -> Tensor:
+def _min_k(schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, min_k: MinK, run: Run) -> Tensor:
     """The logits after min-k."""
     vocab_size = schedule.mode.vocab_size
 
     def chunk_cliffs(logits: Tensor, slots: Tensor) -> Tensor:
         keys = run(drop_keys, logits, vocab_size=vocab_size)
-        on_cpu = schedule.picks_by == "select"  # numpy sorts five times as fast as torch
-        return run(cliff_logit, run(select, keys, count=vocab_size) if on_cpu else run(descending, keys), slots, min_k)
+        # On the CPU numpy sorts five times as fast as torch.
+        ordered = run(descending, keys) if schedule.by_triton else run(select, keys, count=vocab_size)
+        return run(cliff_logit, ordered, slots, min_k)
 
     few = replace(schedule, chunk_rows=schedule.eager_chunk_rows)  # a sort holds keys and places of all tokens twice
     least = in_chunks(few, run, chunk_cliffs, logits, row_slots.slots)
     return run(above_cliff, logits, least, vocab_size=vocab_size)
 
 
-def _as_likely_as_a_repeat(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, p_less: PLess, run: Run
-) -> Tensor:
+def _p_less(schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, p_less: PLess, run: Run) -> Tensor:
     """The logits after p-less."""
     units = _units(schedule, logits, row_slots, scale, run)
     sums = run(mass_sums, logits, units, **schedule.mass.blocks, squares=True)
@@ -81,7 +78,7 @@ def _as_likely_as_a_repeat(
     return run(without_light, logits, units, cut, vocab_size=schedule.mode.vocab_size)
 
 
-def _as_surprising_as_expected(
+def _typical_p(
     schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, typical_p: TypicalP, run: Run
 ) -> Tensor:
     """The logits after typical-p."""
@@ -94,9 +91,7 @@ def _as_surprising_as_expected(
     return run(within_typical, logits, search, vocab_size=vocab_size)
 
 
-def _without_top_choices(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, xtc: Xtc, run: Run
-) -> Tensor:
+def _xtc(schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tensor, xtc: Xtc, run: Run) -> Tensor:
     """The logits after the exclusion of top choices."""
     units = _units(schedule, logits, row_slots, scale, run)
     sums = run(mass_sums, logits, units, **schedule.mass.blocks)
@@ -112,10 +107,10 @@ def _units(schedule: Schedule, logits: Tensor, row_slots: RowSlots, scale: Tenso
 
 
 _FILTERS: dict[type, Callable[..., Tensor]] = {
-    TopNSigma: _near_the_largest,
-    MinK: _above_the_cliff,
-    PLess: _as_likely_as_a_repeat,
-    TypicalP: _as_surprising_as_expected,
-    Xtc: _without_top_choices,
+    TopNSigma: _top_n_sigma,
+    MinK: _min_k,
+    PLess: _p_less,
+    TypicalP: _typical_p,
+    Xtc: _xtc,
 }
 """The stages of each filter by the type of its table."""

@@ -44,9 +44,9 @@ from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.bounds import Leaders, draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.kept import cut_of_drawn, kept_of_token
-from compiled_sampler.passes.law import race_order
 from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
 from compiled_sampler.passes.race import (
+    best_of_race,
     draw_and_keep,
     draw_from_blocks,
     draw_from_candidates,
@@ -124,7 +124,7 @@ def best_step(mode: Mode, inputs: SampleInputs, count: int, run: Run = call) -> 
     ) -> SampleOutputs:
         logits = edited_logits(schedule, logits, row_slots, edits, run)
         law = summed(mode, row_law(schedule, logits, row_slots, run)[0], run)
-        return run(race_order, logits, law, noise_slots, **static)
+        return run(best_of_race, logits, law, noise_slots, **static)
 
     return in_chunks(schedule, run, best_of_chunk, inputs.logits, row_slots, noise_slots, inputs.edits)
 
@@ -171,10 +171,10 @@ def _draw_from_rows(
         rows, row_max = run(rows_of_blocks, keys, row_slots, stream=stream)
     else:
         rows, row_max = run(gather_rows, row_slots, stream=stream), None
-    return _draw_from_row(schedule, logits, rows, row_max, None, run), row_max
+    return _raced_and_drawn(schedule, logits, rows, row_max, None, run), row_max
 
 
-def _draw_from_row(
+def _raced_and_drawn(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
 ) -> SampleOutputs:
     """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race."""
@@ -186,8 +186,8 @@ def _draw_from_row(
 def race_blocks(
     schedule: Schedule, logits: AnyLogits, rows: RowParams, row_max: Tensor | None, last: Last | None, run: Run
 ) -> BlockMaxima:
-    """The best score of each block of a row; arguments as ``_draw_from_row``."""
-    static = {**schedule.race.reduction, "names": schedule.names_tokens}
+    """The best score of each block of a row; arguments as ``_raced_and_drawn``."""
+    static = {**schedule.race.reduction, "names": schedule.by_triton}
     return run(race_maxima, logits, rows, row_max, last, **static)
 
 
@@ -237,7 +237,7 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, search_inputs: SearchI
     # number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
     ordered, _, rows, row_max, known, _ = search_inputs
     vocab = {"vocab_size": schedule.mode.vocab_size}
-    drawn = _draw_from_row(schedule, logits, rows, row_max, run(last_without_search, known), run)
+    drawn = _raced_and_drawn(schedule, logits, rows, row_max, run(last_without_search, known), run)
     if not any_row(run, known.is_open):
         return drawn
     before = run(last_before_winner, logits, drawn.token_ids, **vocab)
@@ -246,7 +246,7 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, search_inputs: SearchI
     if not any_row(run, known.is_open):
         return drawn
     last = run(last_of, threshold_of(schedule, logits, search_inputs._replace(known=known), run), by_key=True)
-    return _draw_from_row(schedule, logits, rows, row_max, last, run)
+    return _raced_and_drawn(schedule, logits, rows, row_max, last, run)
 
 
 def _draw_and_find(
@@ -258,7 +258,7 @@ def _draw_and_find(
     reads_first = wanted.top > 0 and (wanted.of != "raw" or logits is raw)
     if mode.capacity and not mode.searches and (wanted.reads_filters or reads_first):
         candidates = find_candidates(schedule, logits, row_slots, run, maxima=maxima, in_order=False)
-        static = {"is_ordered": schedule.orders_candidates, "by_key": not schedule.by_triton}
+        static = {"is_ordered": schedule.orders_candidates, "by_bits": schedule.by_triton}
         among = candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass
         drawn, kept, ordered = run(draw_and_keep, *among, stream=row_slots.stream, **static)
         return drawn, FoundLaw(kept, ordered)

@@ -128,7 +128,7 @@ class Pass(NamedTuple):
     slices: int
     """Parts of a block; each thread reduces its elements of all slices without shuffles."""
     by_bits: bool
-    """Whether blocks are reduced by the bits of floats; otherwise by keys, which no denormal mode can change."""
+    """``Schedule.by_triton``: blocks are reduced by bits of floats; else by keys, which no denormal mode changes."""
 
     @property
     def blocks(self) -> dict[str, int]:
@@ -164,11 +164,11 @@ class Schedule:
     final: Pass
     """For the race over the final rows of a verification."""
     by_triton: bool
-    """Whether kernels are Triton's, and hand-written ones skip rows that need no search. C++ compares integer keys, as
-    its float operations may take denormals for zeros, and the host waits for the flags of rows that need a search.
+    """Whether kernels are Triton's: they compare floats and their bits, hand-written ones skip rows that need no
+    search, and a pass returns the best token of each block, so that no kernel reads the best block again. C++ compares
+    integer keys, as its float operations may take denormals for zeros, and the host waits for the flags of rows that
+    need a search. Stages get what follows from it as static arguments: ``by_bits``, ``names``, ``per_block``.
     """
-    names_tokens: bool
-    """Whether a pass returns the best token of each block, so that no kernel reads the best block again."""
     races_by_bounds: bool
     """Whether a race bounds all scores, then computes those that may win: fewer instructions, three kernels more."""
     reads_masks: bool
@@ -182,7 +182,9 @@ class Schedule:
     levels: tuple[int, ...]
     """Tokens a block of the successive levels of narrowing, descending, ending in 1; none without candidates."""
     picks_by: Literal["select", "rank", "choose"]
-    """How the largest keys of a level are found: numpy's partition, ranking by counting, or choosing bit by bit."""
+    """How the largest keys of a level are found: numpy's partition without Triton, ranking by counting for few rows, or
+    choosing bit by bit.
+    """
     fuses_levels: bool
     """Whether the blocks of a level are found and chosen in one kernel."""
     part_tiles: tuple[int, ...]
@@ -273,7 +275,6 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         copied=stored._replace(slices=1),
         final=_pass(size, _FINAL_BLOCK, _ORDER_SLICE, triton),
         by_triton=triton,
-        names_tokens=triton,
         # the bound of a NaN must be above all others: CUDA's arithmetic gives a NaN a positive sign
         races_by_bounds=by_bounds,
         reads_masks=has_masks and triton,  # C++ copies faster than it loads single bits

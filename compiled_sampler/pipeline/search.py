@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowParams, RowSlots
 from compiled_sampler.core.stage import Run, any_row, call, overlap
 from compiled_sampler.exact.row_race import race_and_weigh
@@ -41,6 +42,7 @@ from compiled_sampler.passes.candidates import (
     select,
     sort,
 )
+from compiled_sampler.passes.kept import Cut, cut_at_threshold
 from compiled_sampler.passes.maxima import BlockMaxima, mass_units, order_maxima
 from compiled_sampler.pipeline.chunks import in_chunks_of
 from compiled_sampler.pipeline.schedule import Schedule
@@ -135,8 +137,8 @@ class SearchInputs(NamedTuple):
 
 
 def block_maxima(schedule: Schedule, logits: AnyLogits, run: Run, *, names: bool = False) -> BlockMaxima:
-    """The largest order key of each block, ``[R, B]``; with ``names``, or if the schedule says so, its token id too."""
-    return run(order_maxima, logits, **schedule.order.reduction, names=names or schedule.names_tokens)
+    """The largest order key of each block, ``[R, B]``; with ``names``, or by Triton, its token id too."""
+    return run(order_maxima, logits, **schedule.order.reduction, names=names or schedule.by_triton)
 
 
 def find_candidates(
@@ -211,6 +213,15 @@ def threshold_of(schedule: Schedule, logits: Tensor, search_inputs: SearchInputs
 
     # A key of 8 bytes for each token, several times, also where stages are compiled.
     return in_chunks_of(schedule.eager_chunk_rows, searched_chunk, logits, known, search_inputs.rows)
+
+
+def searched_cut(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[Cut, SearchInputs]:
+    """Which tokens the filters keep in each row ``[R]`` of a mode that searches, and what the search started from."""
+    search_inputs = candidates_and_thresholds(schedule, logits, row_slots, run)
+    threshold: Tensor | Last = threshold_of(schedule, logits, search_inputs, run)
+    if not schedule.by_triton:
+        threshold = run(last_of, threshold, by_key=True)
+    return cut_at_threshold(threshold, search_inputs.row_max, search_inputs.rows), search_inputs
 
 
 def _weighed(

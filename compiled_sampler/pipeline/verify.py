@@ -34,7 +34,8 @@ from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.law import chunked_row_law, probability_law, summed, unfiltered_law
 from compiled_sampler.pipeline.sample import Draw, edit_and_draw
 from compiled_sampler.pipeline.schedule import Schedule
-from compiled_sampler.pipeline.verify_chunks import for_several, in_request_chunks
+from compiled_sampler.pipeline.verify_chunks import in_request_chunks
+from compiled_sampler.pipeline.verify_padding import padded_to_two
 from compiled_sampler.pipeline.verify_rows import (
     VerifySchedules,
     drafted_tree,
@@ -85,7 +86,7 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, draw: Draw = 
     """Token ids ``[N, K+1]``, counts and status ``[N]`` of each request: its accepted drafts, then one more token."""
 
     def verified_chunk(inputs: VerifyInputs) -> VerifyOutputs:
-        return for_several(inputs, run, lambda inputs: _verify(mode, inputs, run, draw))
+        return padded_to_two(inputs, run, lambda inputs: _verify(mode, inputs, run, draw))
 
     return in_request_chunks(mode, inputs, run, verified_chunk)
 

@@ -34,6 +34,7 @@ from compiled_sampler.core.order import (
 )
 from compiled_sampler.core.rows import RowSlots, expand_to, gather_rows, take
 from compiled_sampler.core.score import admitted, drawn_noise, in_any_mode, noise_of, raced_bits
+from compiled_sampler.core.stage import holds
 from compiled_sampler.passes.blocks import gather_logits_of, logit_blocks, own_tokens, rows_in_blocks, rows_in_windows
 from compiled_sampler.passes.kept import unpacked, weight_units
 from compiled_sampler.passes.law import Law, LawBlocks, sum_law
@@ -107,6 +108,7 @@ def residual_of_candidates(
     return _residual_sum(x, values, ids.to(torch.int32), *rows)[:, None]
 
 
+@holds(tokens=True, whole=2)
 def residual_of_blocks(
     values: Values, proposed: Law | None, logits: Tensor, law: Law, carry: Tensor, drafts: Tensor, proposals: Tensor,
     *, vocab_size: int, block: int,
@@ -133,6 +135,7 @@ def residual_of_walked_candidates(
     )[:, None]
 
 
+@holds(tokens=True, whole=4)
 def residual_of_walked_blocks(
     logits: Tensor, values: Tensor | CachedRows, law: Law, proposed: Law, debt: Tensor, rows: tuple[Tensor, Tensor],
     *, vocab_size: int, block: int,
@@ -175,6 +178,7 @@ def emit_from_final_candidates(
     return emit_final(last, final, slots, draft_token_ids)
 
 
+@holds(tokens=True, whole=2)
 def final_winners(
     logits: Tensor, values: Values, final: Final, *, vocab_size: int, block: int, by_bits: bool = False
 ) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.logprobs import LAWS
 from compiled_sampler.modes import RULES
-from compiled_sampler.passes.law import LAW_BLOCK
+from compiled_sampler.passes.block_laws import LAW_BLOCK
 from compiled_sampler.pipeline import sharded
 from tests.builders.custom_edits import EDITS, HISTORY, V, params_with, random_inputs
 from tests.builders.edits import EDITS as EVERY_EDIT

@@ -42,6 +42,7 @@ from compiled_sampler.exact.threshold import (
     threshold_without_candidates,
 )
 from compiled_sampler.exact.triton import launch_class
+from compiled_sampler.passes.block_laws import law_in_blocks, law_scale, sum_block_laws
 from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.candidates import (
     STORED_BLOCK,
@@ -61,10 +62,7 @@ from compiled_sampler.passes.candidates import (
 from compiled_sampler.passes.kept import cut_of_drawn, kept_in_blocks, sum_kept
 from compiled_sampler.passes.law import (
     candidate_law,
-    law_in_blocks,
-    law_scale,
     probability_blocks,
-    sum_block_laws,
     sum_law,
     unfiltered_weights,
     weight_blocks,
@@ -88,7 +86,7 @@ from compiled_sampler.passes.race import (
     race_maxima,
 )
 from compiled_sampler.passes.shards import draw_from_told, first_of_shard, winners_of_blocks, winners_of_leaders
-from compiled_sampler.passes.typical import with_digit
+from compiled_sampler.passes.typical_p import with_digit
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS, is_gpu, row_class
 from compiled_sampler.speculation.acceptance import judge_drafts
 from compiled_sampler.speculation.emission import emit_matches, final_rows
@@ -319,7 +317,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     ),
     top_logprobs: StageTuning(shared_by_row_classes=True),
     logprobs_from_kept: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
-    # passes/typical.py
+    # passes/typical_p.py
     with_digit: StageTuning(tile=Tile(2048, 8, 1)),
     # exact/threshold.py
     block_masses: StageTuning(tile_of_one_row=Tile(512, 2), overlap_rows=SMALL_ROWS),

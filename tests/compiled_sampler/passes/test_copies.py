@@ -23,10 +23,10 @@ COPYING = ("greedy", "top_k_top_p[64]", "full")
 COPIES = {"masked", "copied", "order_maxima"}
 
 
-def told(schedule):
-    """The schedule with maxima of copies, by keys as in C++; and as on a GPU, by bits and with the tokens' names."""
-    by_keys = replace(schedule, copies_with_maxima=True)
-    return by_keys, replace(by_keys, names_tokens=True, copied=schedule.copied._replace(by_bits=True))
+def told(schedule, rows):
+    """The schedule with maxima of copies, by keys as in C++; and that of a GPU, by bits and with the tokens' names."""
+    on_gpu = gpu_schedule(schedule.mode, rows)
+    return tuple(replace(each, copies_with_maxima=True) for each in (schedule, on_gpu))
 
 
 def drawn(schedule, inputs, run=call):
@@ -50,7 +50,7 @@ def test_a_masked_copy_that_tells_its_maxima_draws_the_same(name, vocab_size, dt
         wanted = sample_step(mode, left)
         usual = drawing_schedule(mode, with_masks.logits, with_masks.edits)
         assert not usual.copies_with_maxima  # in C++
-        for schedule in told(usual):
+        for schedule in told(usual, len(with_masks.logits)):
             seen = list[str]()
             made = drawn(schedule, with_masks, stages_watched(seen))
             assert same(made, wanted)
@@ -68,7 +68,7 @@ def test_a_copy_that_lists_are_written_into_tells_no_maxima(name):
     inputs = bare._replace(edits=bare.edits._replace(tables=bare.edits.tables._replace(lists=(bias,))))
     mode = modes_by_name(640)[name]
     wanted = sample_step(mode, inputs)
-    for schedule in told(drawing_schedule(mode, inputs.logits, inputs.edits)):
+    for schedule in told(drawing_schedule(mode, inputs.logits, inputs.edits), len(inputs.logits)):
         seen = list[str]()
         assert same(drawn(schedule, inputs, stages_watched(seen)), wanted)
         assert "masked_with_maxima" not in seen
@@ -110,7 +110,7 @@ def test_edits_of_the_user_tell_the_maxima_behind_all_that_comes_before(params, 
     calls = []
 
     def with_maxima(*key, **static):
-        return told(schedule_for(*key, **static))[on_gpu]
+        return told(schedule_for(*key, **static), key[1])[on_gpu]
 
     monkeypatch.setattr(edits_module, "schedule_for", with_maxima)
     monkeypatch.setattr(

@@ -1,9 +1,11 @@
 """Stages in eager torch in chunks of rows: the bits and the layouts of all rows at once, whatever else they read."""
 
 import itertools
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -17,6 +19,7 @@ from compiled_sampler import Logprobs, Sampler, SamplingParams
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import pack
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
+from compiled_sampler.core.stage import scratch_of
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.exact import row_race
 from compiled_sampler.exact.threshold import FlaggedRows, keep_all_threshold, order_keys, search_threshold_in_torch
@@ -26,7 +29,6 @@ from compiled_sampler.lowering.stages.tuning import tuning_of
 from compiled_sampler.passes import shards
 from compiled_sampler.passes.bounds import race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.candidates import child_tokens
-from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima, order_maxima
 from compiled_sampler.pipeline import chunks, eager
 from compiled_sampler.pipeline.chunks import leaves_by_row
@@ -42,6 +44,13 @@ from tools.kernels.launches import for_a_gpu
 
 IN_CHUNKS = set[Any]()
 """Those that were run in chunks."""
+
+
+def declared_stages() -> set[Any]:
+    """The stages of all modules that are taken in chunks, of which one says by no declaration what it holds."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("compiled_sampler.")]
+    functions = (value for module in modules for value in vars(module).values() if isinstance(value, FunctionType))
+    return {function for function in functions if scratch_of(function) is not None} | {child_tokens}
 
 
 def compared(stage: Any, /, *tensors: Any, **static: Any) -> Any:
@@ -187,8 +196,7 @@ def test_every_stage_in_chunks_has_the_bits_and_layouts_of_all_rows_at_once():
     verify_plain_drafts()
     verify_trees()
     run_other_stages()
-    listed = *eager._OF_TOKENS, *eager._OF_BLOCKS, *eager._OF_POSITIONS, child_tokens, unfiltered_weights
-    assert {*listed} == IN_CHUNKS
+    assert declared_stages() == IN_CHUNKS
 
 
 def test_the_comparison_sees_rows_of_another_chunk():
@@ -220,14 +228,14 @@ class Fresh(TorchDispatchMode):
 @pytest.mark.parametrize("is_gpu", [False, True])
 def test_stages_that_are_not_cut_hold_no_number_for_each_token(is_gpu):
     rows, vocab_size, heavy = 24, 5003, set[str]()
-    listed = {*eager._OF_TOKENS, *eager._OF_BLOCKS, *eager._OF_POSITIONS, child_tokens, unfiltered_weights}
+    declared = declared_stages()
 
     def watched(stage: Any, /, *tensors: Any, **static: Any) -> Any:
         stage = row_race.IN_TORCH.get(stage, stage)
         with Fresh(4 * rows * vocab_size) as fresh:
             results = stage(*tensors, **static)
         returned = {leaf.untyped_storage().data_ptr() for leaf in leaves_by_row(results)}
-        if fresh.addresses - returned and stage not in listed:
+        if fresh.addresses - returned and stage not in declared:
             heavy.add(stage.__name__)
         return results
 

@@ -12,10 +12,10 @@ from compiled_sampler.core.order import order_key
 from compiled_sampler.edits.row_filters import MinK, PLess, TopNSigma, TypicalP
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import mode_table
-from compiled_sampler.passes.cliff import cliff_logit, descending, first_steepest
-from compiled_sampler.passes.deviation import distance_sums, distance_units, logit_ends, longest_kept
-from compiled_sampler.passes.mass_filters import MassUnits, mass_sums, p_less_cut
-from compiled_sampler.passes.typical import NUM_DIGITS, digit_masses, typical_search, with_digit
+from compiled_sampler.passes.min_k import cliff_logit, descending, first_steepest
+from compiled_sampler.passes.p_less_and_xtc import MassUnits, mass_sums, p_less_cut
+from compiled_sampler.passes.top_n_sigma import distance_sums, distance_units, logit_ends, longest_kept
+from compiled_sampler.passes.typical_p import NUM_DIGITS, digit_masses, typical_search, with_digit
 from compiled_sampler.pipeline.schedule import row_bytes
 from tests.builders.filters import filtered_by_hand, filtered_by_stages, hard_rows, same_bits
 from tests.chunked import chunks_of

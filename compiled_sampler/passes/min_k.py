@@ -21,12 +21,14 @@ from torch import Tensor
 
 from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.order import indices, is_visible, key_float, order_key, row_logits, without_denormals
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.row_filters import MinK
-from compiled_sampler.passes.deviation import distance_below
+from compiled_sampler.passes.top_n_sigma import distance_below
 
 _NEARLY = 1.0 - 2.0**-48
 
 
+@holds(tokens=True)
 def drop_keys(logits: Tensor, *, vocab_size: int) -> Tensor:
     """The order keys of a row's logits, int32 ``[R, V]``, with that of 0 for denormals."""
     return order_key(without_denormals(row_logits(logits, vocab_size)))
@@ -61,6 +63,7 @@ def first_steepest(drop: Tensor, rank: Tensor) -> Tensor:
     return torch.where(is_steepest, rank, 2**22).amin(-1)
 
 
+@holds(tokens=True)
 def above_cliff(logits: Tensor, least: Tensor, *, vocab_size: int) -> Tensor:
     """The logits with -inf for those below ``least``: float32 ``[R, V]`` in new memory."""
     # A NaN stays, so that the status of its row says so.

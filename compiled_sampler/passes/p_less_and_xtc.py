@@ -21,6 +21,7 @@ from compiled_sampler.core.mass import MASS_BITS, exp2_mass, exp2_moment, exp2_s
 from compiled_sampler.core.noise import XTC, noise_keys, uniform
 from compiled_sampler.core.order import indices, is_visible, order_key, pack, row_logits
 from compiled_sampler.core.rows import RowSlots, expand_to
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.row_filters import PLess, Xtc
 from compiled_sampler.passes.blocks import logit_blocks
 
@@ -45,6 +46,7 @@ class MassSums(NamedTuple):
     """Of ``exp2_moment``; None where not asked for."""
 
 
+@holds(tokens=True)
 def mass_sums(
     logits: Tensor, units: MassUnits, *, vocab_size: int, block: int, squares: bool = False, moment: bool = False
 ) -> MassSums:
@@ -67,6 +69,7 @@ def p_less_cut(sums: MassSums, row_max: Tensor, slots: Tensor, p_less: PLess) ->
     return torch.where(is_used, cut, 0)
 
 
+@holds(tokens=True)
 def without_light(logits: Tensor, units: MassUnits, cut: Tensor, *, vocab_size: int) -> Tensor:
     """The logits with -inf for tokens of less mass than ``cut``: float32 ``[R, V]`` in new memory."""
     x = row_logits(logits, vocab_size)
@@ -84,6 +87,7 @@ def top_choice_mass(sums: MassSums, row_max: Tensor, row_slots: RowSlots, xtc: X
     return torch.where(acts, cut, _ABOVE_ALL)
 
 
+@holds(tokens=True)
 def last_top_choices(logits: Tensor, units: MassUnits, cut: Tensor, *, vocab_size: int, block: int) -> Tensor:
     """The last top choice of each block in the order, int64 ``[R, B]`` packed; above every token where is none."""
     x, ids = logit_blocks(logits, vocab_size, block)
@@ -91,6 +95,7 @@ def last_top_choices(logits: Tensor, units: MassUnits, cut: Tensor, *, vocab_siz
     return torch.where(is_top, pack(order_key(x), ids), _ABOVE_ALL).amin(-1)
 
 
+@holds(tokens=True)
 def without_first(logits: Tensor, last: Tensor, *, vocab_size: int) -> Tensor:
     """The logits with -inf for tokens before the last top choice of the row: float32 ``[R, V]`` in new memory."""
     x = row_logits(logits, vocab_size)

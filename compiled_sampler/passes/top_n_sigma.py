@@ -20,6 +20,7 @@ from compiled_sampler.core.arithmetic import reciprocal, square_root
 from compiled_sampler.core.mass import FLOAT_MAX
 from compiled_sampler.core.order import is_visible, key_float, order_key, row_logits, without_denormals
 from compiled_sampler.core.rows import expand_to
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.row_filters import TopNSigma
 from compiled_sampler.passes.blocks import logit_blocks
 
@@ -41,6 +42,7 @@ class Distances(NamedTuple):
     """Of the low 31 bits."""
 
 
+@holds(tokens=True)
 def logit_ends(logits: Tensor, *, vocab_size: int, block: int) -> tuple[Tensor, Tensor]:
     """The largest order key of each block, and that of its least visible logit: int32 ``[R, B]`` each."""
     x, _ = logit_blocks(logits, vocab_size, block)
@@ -56,6 +58,7 @@ def distance_units(largest: Tensor, least: Tensor) -> tuple[Tensor, Tensor]:
     return row_max, ((_BIAS + _STEPS + _FLOAT_BIAS - 1 - exponent) << _FRACTION_BITS).view(torch.float64)
 
 
+@holds(tokens=True)
 def distance_sums(logits: Tensor, row_max: Tensor, steps: Tensor, *, vocab_size: int, block: int) -> Distances:
     """The sums of each block of a row, ``[R, B]``."""
     x, _ = logit_blocks(logits, vocab_size, block)
@@ -82,6 +85,7 @@ def longest_kept(sums: Distances, row_max: Tensor, steps: Tensor, slots: Tensor,
     return torch.where(is_used, (times * deviation).to(torch.float32), float("inf"))
 
 
+@holds(tokens=True)
 def within_distance(logits: Tensor, row_max: Tensor, longest: Tensor, *, vocab_size: int) -> Tensor:
     """The logits with -inf for tokens that are further than ``longest`` from the largest: float32 ``[R, V]``, new."""
     # A NaN stays, so that the status of its row says so.

@@ -23,8 +23,9 @@ from torch import Tensor
 from compiled_sampler.core.arithmetic import reciprocal
 from compiled_sampler.core.mass import MASS_BITS, exp2_units
 from compiled_sampler.core.order import indices, is_visible, row_logits
+from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.row_filters import TypicalP
-from compiled_sampler.passes.mass_filters import MassSums, MassUnits, scaled
+from compiled_sampler.passes.p_less_and_xtc import MassSums, MassUnits, scaled
 
 NUM_DIGITS = 3
 """Passes, the first of which finds the highest bits of a distance."""
@@ -82,6 +83,7 @@ def _reach(spare: Tensor, mean: Tensor, vocab_size: int) -> Tensor:
     return torch.maximum(mean - lowest, 0.0 - mean).view(torch.int32)
 
 
+@holds(tokens=True)
 def digit_masses(logits: Tensor, search: Search, *, vocab_size: int) -> Tensor:
     """The mass of tokens with the prefix of each row, by their next digit: float64 ``[R, n]``, all integers."""
     # Those below the mean of scaled logits come first, then those above, then zeros.
@@ -109,6 +111,7 @@ def with_digit(search: Search, masses: Tensor) -> Search:
     return Search(search.units, search.mean, search.wanted, prefix, before, search.reach, shift)
 
 
+@holds(tokens=True)
 def within_typical(logits: Tensor, search: Search, *, vocab_size: int) -> Tensor:
     """The logits with -inf for tokens beyond the distance of their row: float32 ``[R, V]`` in new memory."""
     x = row_logits(logits, vocab_size)
