@@ -10,6 +10,7 @@ from compiled_sampler.core.stage import call
 from compiled_sampler.edits.bias import BiasLists
 from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima
 from compiled_sampler.pipeline import edits as edits_module
+from compiled_sampler.pipeline.eager import without_kernels
 from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import schedule_for
@@ -112,6 +113,7 @@ def test_edits_of_the_user_tell_the_maxima_behind_all_that_comes_before(params, 
     def with_maxima(*key, **static):
         return told(schedule_for(*key, **static), key[1])[on_gpu]
 
+    monkeypatch.setattr(sampler._runner._executor, "_run", without_kernels)  # which a GPU's schedule launches
     monkeypatch.setattr(edits_module, "schedule_for", with_maxima)
     monkeypatch.setattr(
         edits_module, "customized_with_maxima", lambda *a, **k: calls.append(1) or customized_with_maxima(*a, **k)
