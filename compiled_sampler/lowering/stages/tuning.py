@@ -341,7 +341,10 @@ TUNING: Mapping[Stage, StageTuning] = {
     emit_matches: StageTuning(tile=Tile(128, 1), warps_of_few_rows=1, overlap_rows=SMALL_ROWS, keeps_reductions=True),
     # speculation/residual.py
     emit_from_final_candidates: StageTuning(tile=_TWO_ROWS, warps_of_few_rows=1),
-    final_winners: StageTuning(tile=Tile(512, 1), warps_of_few_rows=1, overlap_rows=ALWAYS, streams=True),
+    # of V = 4,096, 6,400 and 12,800 Inductor would choose two axes, for which the tile has no size
+    final_winners: StageTuning(
+        tile=Tile(512, 1), warps_of_few_rows=1, one_axis=True, overlap_rows=ALWAYS, streams=True
+    ),
     draw_from_final_blocks: StageTuning(tile=_TWO_ROWS),
     emit_from_final_blocks: StageTuning(tile=Tile(128, 1), warps_of_few_rows=2, overlap_rows=ALWAYS),
 }

@@ -182,6 +182,14 @@ def test_kernels_of_logprobs_that_start_early_wait(mode, law):
     assert {"logprobs_from_kept", "tokens_before", *OF_LAW[law]} <= found
 
 
+@pytest.mark.full
+def test_a_race_of_final_rows_has_one_axis_for_any_vocabulary():
+    """Of V = 4,096 Inductor chose two, for which its tile has no size: it ran in eager torch."""
+    with for_a_gpu():
+        step = step_of("no_filter", 8, 4096, verification=Verification("rejection", 3))
+        assert "final_winners 1" in pins(generated(step, "triton"))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("mode", "rows", "verification", "pinned"), PINNED_ON_A_GPU)
 def test_on_a_gpu_a_step_launches_the_same_kernels(mode, rows, verification, pinned):
