@@ -53,13 +53,13 @@ class Step:
         edits = "".join(f" + {name}" for name in self.edits)
         if self.logprobs is not None:
             edits += f" + {self.logprobs.label}"
-        if self.kind == "sample" and not self.has_own_noise:
-            return f"{self.mode.name}{' of several draws' if self.reads_draw_index else ''}{edits}"
+        if self.kind == "sample":
+            kind = "draft " if self.has_own_noise else ""
+            return f"{kind}{self.mode.name}{' of several draws' if self.reads_draw_index else ''}{edits}"
         count = self.width or self.num_best
         width = f"[{'tree of ' if self.of_trees else ''}{count}]" if count else ""
-        kind = "draft" if self.kind == "sample" else self.kind
-        noise = " on its own noise" if self.has_own_noise and self.kind != "sample" else ""
-        return f"{kind}{noise}{width} {self.mode.name}{edits}"
+        kind = f"{self.kind} on its own noise" if self.has_own_noise else self.kind
+        return f"{kind}{width} {self.mode.name}{edits}"
 
     @property
     def most_copied(self) -> int:

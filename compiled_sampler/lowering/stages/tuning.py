@@ -199,7 +199,8 @@ class StageTuning:
         options: dict[str, Any] = {"triton.enable_pdl": self.overlaps(rows, block)}
         if on_gpu and self.keeps_reductions:
             options["unroll_reductions_threshold"] = 1
-        if on_gpu and self.one_axis:
+        if on_gpu and (self.one_axis or self.tile_for(rows, block) is not None):
+            # a tile has one size: of some V, such as 4,096, Inductor would choose two axes, and fail
             options["triton.max_tiles"] = 1
         if on_gpu and self.fuses_everything:
             options["max_fusion_size"] = _FUSED_OPERATIONS
@@ -341,10 +342,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     emit_matches: StageTuning(tile=Tile(128, 1), warps_of_few_rows=1, overlap_rows=SMALL_ROWS, keeps_reductions=True),
     # speculation/residual.py
     emit_from_final_candidates: StageTuning(tile=_TWO_ROWS, warps_of_few_rows=1),
-    # of V = 4,096, 6,400 and 12,800 Inductor would choose two axes, for which the tile has no size
-    final_winners: StageTuning(
-        tile=Tile(512, 1), warps_of_few_rows=1, one_axis=True, overlap_rows=ALWAYS, streams=True
-    ),
+    final_winners: StageTuning(tile=Tile(512, 1), warps_of_few_rows=1, overlap_rows=ALWAYS, streams=True),
     draw_from_final_blocks: StageTuning(tile=_TWO_ROWS),
     emit_from_final_blocks: StageTuning(tile=Tile(128, 1), warps_of_few_rows=2, overlap_rows=ALWAYS),
 }
