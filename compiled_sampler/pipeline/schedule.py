@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from compiled_sampler.exact.triton import ENTRY_BYTES, list_stride, part_tiles
+from compiled_sampler.exact.triton import ENTRY_BYTES, launch_class, list_stride, part_tiles
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.candidates import FAN_OUT, MOST_CHOSEN, STORED_BLOCK
 
@@ -239,12 +239,17 @@ def warmup_batches(
     # sizes: entries of the batches that will come; times: most rows of an entry; also: another mode whose kernels the
     # step uses.
     modes = (mode,) if also is None else (mode, also)
+    launches = is_gpu(device) and any(each.searches for each in modes)  # kernels that are written by hand
     typical = sorted({row_class(size, device) for size in (*sizes, 2)})
     batches: dict[Any, tuple[int, int]] = {}
-    for size in (*typical, *sorted(sizes)):
+    for size in (*typical, *sorted({*sizes, 2} if launches else sizes)):
         for rows in (size * times, size):
             kernels = tuple(
-                (row_class(n, device), *(schedule_for(step_mode, n, device) for step_mode in modes))
+                (
+                    row_class(n, device),
+                    launches and launch_class(n),
+                    *(schedule_for(step_mode, n, device) for step_mode in modes),
+                )
                 for n in (size, rows)
             )
             chunks = _request_chunks(mode, size, rows, times, device) if is_edited else None

@@ -98,7 +98,6 @@ def num_parts(vocab_size: int, num_rows: int, *, weighs: bool) -> int:
     return -(-vocab_size // (TILE * part_tiles(vocab_size, num_rows, weighs=weighs)))
 
 
-def launch_class(vocab_size: int, num_rows: int) -> tuple[int, ...]:
-    """What launches for numbers of rows share that one compiled form of each kernel serves."""
-    parts = (part_tiles(vocab_size, num_rows, weighs=weighs) for weighs in (True, False))
-    return (num_rows >= GROUP, num_rows > FEW_ROWS, num_rows > BRACKETS, *parts)
+def launch_class(num_rows: int) -> tuple[bool, ...]:
+    """What launches share that one compiled form of each kernel serves."""
+    return num_rows >= GROUP, num_rows > FEW_ROWS, num_rows > BRACKETS

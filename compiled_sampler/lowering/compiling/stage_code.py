@@ -73,7 +73,7 @@ class StageCode(NamedTuple):
         device, rows = present[0].device, max(leaf.shape[0] for leaf in present)
         far = any(map(is_far, present))
         hint = rows if far else tuning_of(stage).rows_hint(rows, device, static.get("block", 0))
-        classes = far or hint, *launch_class_of(stage, rows, static)
+        classes = far or hint, *launch_class_of(stage, rows)
         return cls(stage, tensors, static, hint, device, (stage, *static.items(), *classes, *map(layout, given)))
 
     @classmethod

@@ -361,6 +361,6 @@ def is_hand_written(stage: Stage) -> bool:
     return stage in IN_TORCH
 
 
-def launch_class_of(stage: Stage, rows: int, static: Mapping[str, Any]) -> tuple[int, ...]:
+def launch_class_of(stage: Stage, rows: int) -> tuple[bool, ...]:
     """What calls of a stage with kernels of its own share that the same compiled ones serve; of others nothing."""
-    return launch_class(static["vocab_size"], rows) if is_hand_written(stage) else ()
+    return launch_class(rows) if is_hand_written(stage) else ()

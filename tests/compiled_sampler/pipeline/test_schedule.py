@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compiled_sampler.core.stage import fuses
-from compiled_sampler.exact.triton import ENTRY_BYTES, LONGEST, SPARE, list_capacity, list_stride
+from compiled_sampler.exact.triton import ENTRY_BYTES, LONGEST, SPARE, launch_class, list_capacity, list_stride
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.compiling.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.modes import mode_table
@@ -13,6 +13,7 @@ from compiled_sampler.pipeline.schedule import (
     CHUNK_BYTES,
     chunk_rows,
     row_bytes,
+    row_class,
     schedule_for,
     warmup_batches,
 )
@@ -28,8 +29,8 @@ V = 1000
 @pytest.mark.parametrize(
     ("mode", "sizes", "times", "vocab_size", "device", "expected"),
     [
-        ("full", (1, 4, 32), 1, V, "cuda", [(1, 1), (32, 32), (4, 4)]),
-        ("full", (1, 4, 32), 4, V, "cuda", [(1, 4), (1, 1), (32, 128), (32, 32), (4, 16)]),
+        ("full", (1, 4, 32), 1, V, "cuda", [(1, 1), (32, 32), (2, 2), (4, 4)]),
+        ("full", (1, 4, 32), 4, V, "cuda", [(1, 4), (1, 1), (32, 128), (32, 32), (2, 8), (2, 2), (4, 16)]),
         ("full", (1,), 1, V, "cpu", [(1, 1), (128, 128)]),
         ("greedy", (1, 4, 32, 100), 1, V, "cuda", [(1, 1), (32, 32), (128, 128)]),
         (
@@ -38,13 +39,22 @@ V = 1000
             1,
             2**15,
             "cuda",
-            [(1, 1), (32, 32), (128, 128), (50, 50), (256, 256), (512, 512)],
+            [(1, 1), (32, 32), (128, 128), (2, 2), (50, 50), (256, 256), (512, 512)],
         ),
         ("no_filter", (1, 32, 50, 256, 512), 1, 2**15, "cuda", [(1, 1), (32, 32), (128, 128), (512, 512)]),
     ],
 )
 def test_warming_up_takes_a_batch_of_every_schedule_that_may_come(mode, sizes, times, vocab_size, device, expected):
     assert warmup_batches(modes_by_name(vocab_size)[mode], sizes, times, torch.device(device)) == expected
+
+
+@pytest.mark.parametrize("mode", ["top_k", "full"])
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (4, 16)])
+def test_warming_up_launches_each_form_of_hand_written_kernels_that_a_bucket_or_two_rows_need(mode, sizes):
+    device = torch.device("cuda")
+    batches = warmup_batches(modes_by_name(2**17)[mode], sizes, 1, device)
+    warm = {(row_class(rows, device), launch_class(rows)) for _, rows in batches}
+    assert {(row_class(rows, device), launch_class(rows)) for rows in (*sizes, 2)} <= warm
 
 
 @pytest.mark.parametrize(
