@@ -80,9 +80,9 @@ from compiled_sampler.shard import VocabularyShard
 _GATHERED_BYTES = 2**21
 """Up to so many bytes of logits, all columns on every rank take one collective of up to 20 us on H200s, not two of 9 to
 13 us and their kernels."""
-_EXCHANGED_BYTES = 2**25
+_EXCHANGED_BYTES = 2**24
 """Up to so many bytes of logits, an all-to-all and an all-gather take no longer than the collectives of a draw with
-logprobs, by the times in docs/sharded.md."""
+logprobs; measured on two H200s, docs/sharded.md."""
 _FEWEST_EXCHANGED = 8
 """From so many rows on, ranks draw for different rows: a collective of 9 us more on an H200, but fewer bytes."""
 
