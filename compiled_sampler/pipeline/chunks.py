@@ -42,7 +42,8 @@ def in_chunks_to(ends: Sequence[int], step: Callable[..., Result], *rows: Any) -
     first = 0
     for end in ends:
         part = step(*part_of(rows, first, end))
-        results = _room(part, ends[-1]) if results is None else results
+        if results is None:
+            results = map_rows(lambda leaf: leaf.new_empty((ends[-1], *leaf.shape[1:])), part)
         _write(results, part, first, end)
         first = end
     result: Result = results
@@ -62,22 +63,19 @@ def leaves_by_row(rows: Any) -> Iterator[Tensor]:
 
 def part_of(rows: Any, first: int, end: int) -> Any:
     """Views of the rows of a chunk."""
+    return map_rows(lambda leaf: leaf[first:end], rows)
+
+
+def map_rows(function: Callable[[Tensor], Tensor], rows: Any) -> Any:
+    """The rows with a function of each of ``leaves_by_row`` in its place."""
     if isinstance(rows, Tensor):
-        return rows[first:end]
+        return function(rows)
     if isinstance(rows, PickedRows):
-        return rows._replace(row_ids=rows.row_ids[first:end])
+        return rows._replace(row_ids=function(rows.row_ids))
     if rows is None or isinstance(rows, _BY_SLOT):
         return rows
-    return _same_type(rows, [part_of(item, first, end) for item in rows])
-
-
-def _room(part: Any, num_rows: int) -> Any:
-    """Uninitialised memory for the results of all rows, like those of a chunk."""
-    if isinstance(part, Tensor):
-        return part.new_empty((num_rows, *part.shape[1:]))
-    if part is None or isinstance(part, _BY_SLOT):
-        return part
-    return _same_type(part, [_room(item, num_rows) for item in part])
+    items = [map_rows(function, item) for item in rows]
+    return type(rows)(*items) if hasattr(rows, "_fields") else tuple(items)
 
 
 def _write(results: Any, part: Any, first: int, end: int) -> None:
@@ -87,8 +85,3 @@ def _write(results: Any, part: Any, first: int, end: int) -> None:
     elif results is not None and not isinstance(results, _BY_SLOT):
         for result, piece in zip(results, part, strict=True):
             _write(result, piece, first, end)
-
-
-def _same_type(like: Any, items: list[Any]) -> Any:
-    """A tuple, or a named tuple of the type of ``like``."""
-    return type(like)(*items) if hasattr(like, "_fields") else tuple(items)

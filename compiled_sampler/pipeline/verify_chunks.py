@@ -1,4 +1,4 @@
-"""Requests of a verification in chunks, each a batch of its own.
+"""Requests of a verification in chunks, each a batch of its own; and a batch of one, padded to two.
 
 How many rows a request has is known on the device alone. So a chunk has a fixed number of requests, and room for as
 many rows as these may have: the rows from the first one's on, of which the last may be those of the next chunk. They
@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import RequestRows, VerifyInputs, VerifyOutputs
-from compiled_sampler.core.stage import Run
+from compiled_sampler.core.stage import Run, fuses
 from compiled_sampler.modes import Mode, edits_drafts
-from compiled_sampler.pipeline.chunks import in_chunks_to
+from compiled_sampler.pipeline.chunks import in_chunks_to, map_rows, part_of
 from compiled_sampler.pipeline.edits import makes_copy
 from compiled_sampler.pipeline.schedule import request_ends
 from compiled_sampler.pipeline.verify_rows import edits_of_rows, proposed, verify_schedules
-from compiled_sampler.speculation.row_layout import Starts, gathered, request_starts, rows_of_requests
+from compiled_sampler.speculation.row_layout import Starts, gathered, request_starts, rows_of_requests, with_padding
 
 
 def in_request_chunks(
@@ -43,6 +44,31 @@ def in_request_chunks(
     starts = run(request_starts, inputs.num_drafts, searched=searched)
     requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids, inputs.parents
     return in_chunks_to(ends, verified_chunk, *requests, starts)
+
+
+def padded_to_two(inputs: VerifyInputs, run: Run, verify: Callable[[VerifyInputs], VerifyOutputs]) -> VerifyOutputs:
+    """The results of a verification, of compiled stages for two requests and two rows at least."""
+    # Stages for one would be a third of the kernels. So a single request gets one of padding, and a single row too.
+    if not fuses(run):
+        return verify(inputs)
+    requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids, inputs.parents
+    if is_single := inputs.slots.shape[0] == 1:
+        slots, positions, num_drafts, drafts, parents = run(with_padding, *requests)
+        inputs = inputs._replace(slots=slots, positions=positions, num_drafts=num_drafts)
+        inputs = inputs._replace(draft_token_ids=drafts, parents=parents)
+    logprobs = inputs.logprobs
+    if logprobs is not None:  # whose scale is by slot
+        logprobs = logprobs._replace(given_ids=map_rows(_two_rows, logprobs.given_ids))
+    rows = inputs.logits, inputs.proposals, inputs.edits, inputs.rows
+    logits, proposals, edits, rows_of_chunk = map_rows(_two_rows, rows)
+    inputs = inputs._replace(logits=logits, proposals=proposals, edits=edits, rows=rows_of_chunk, logprobs=logprobs)
+    return part_of(verify(inputs), 0, 1) if is_single else verify(inputs)
+
+
+def _two_rows(values: Tensor) -> Tensor:
+    """At least two rows, the new ones 0."""
+    missing = max(2 - values.shape[0], 0)
+    return F.pad(values, (*(0, 0) * (values.dim() - 1), 0, missing)) if missing else values
 
 
 def _ends(mode: Mode, inputs: VerifyInputs) -> list[int]:
