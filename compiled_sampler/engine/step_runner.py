@@ -325,10 +325,10 @@ class StepRunner:
         inputs = {step.buffer(name): spec for name, spec in self._inputs(step).items()}
         peers = [known for known in self._registered.values() if (known.kind, known.width) == (step.kind, step.width)]
         covers = [peer.name for peer in peers if step.covers(peer)]
-        called = self._call_buffers if step.logprobs is None else self._call_flat
         self._executor.table_of(step)  # made before any capture
         most_copied = step.most_copied if self._shard is None else math.inf  # every rank takes the same route
-        self._cache.register(step.name, partial(called, step), inputs, covers=covers, most_copied=most_copied)
+        called = partial(self._call_buffers, step)
+        self._cache.register(step.name, called, inputs, covers=covers, most_copied=most_copied)
         self._registered[step.name] = step
 
     def _inputs(self, step: Step) -> dict[str, BufferSpec]:
@@ -337,10 +337,8 @@ class StepRunner:
         return {**step.inputs(self._dtype, self._columns), **self.custom.buffers(of_edits, step.width + 1)}
 
     def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
-        return self._executor(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
-
-    def _call_flat(self, step: Step, **tensors: Tensor) -> Any:
-        return flat(self._call_buffers(step, **tensors))
+        results = self._executor(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
+        return results if step.logprobs is None else flat(results)
 
     def _samples(self, step: Step) -> Iterator[tuple[int, int, bool]]:
         """Entries, rows, and whether logits are the bound ones, of the batches that between them use every kernel."""

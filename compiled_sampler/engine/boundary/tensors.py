@@ -322,15 +322,14 @@ def empty_outputs(
     columns: int,
     device: torch.device,
     *,
-    rows: int = 0,
     has_edits: bool = False,
     logprobs: Logprobs | None = None,
     of_trees: bool = False,
 ) -> Results:
-    """New tensors for results, of as many rows as are given; without rows they are the results of an empty batch."""
+    """The results of a batch without rows, new tensors."""
     tensors: dict[str, Any] = {}
     of_logprobs: dict[str, Tensor] = {}
-    for name, (dtypes, shape) in _fields(kind, rows, columns, has_edits, logprobs, of_trees).items():
+    for name, (dtypes, shape) in _fields(kind, 0, columns, has_edits, logprobs, of_trees).items():
         owner = of_logprobs if "." in name else tensors
         owner[name.rpartition(".")[2]] = torch.empty(shape, dtype=dtypes[0], device=device)
     if logprobs is not None:
