@@ -22,6 +22,7 @@ from compiled_sampler.batch import SlotTable
 from compiled_sampler.edits.history import History, HistoryRows
 from compiled_sampler.edits.tables import TABLES as EDIT_TABLES
 from compiled_sampler.logit_edit import CustomEdits
+from compiled_sampler.lowering.compiling.stage_code import fault_of
 from compiled_sampler.lowering.stages.stage_call import TABLES, TensorSpec, copies
 from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
 from compiled_sampler.pipeline.eager import eagerly
@@ -66,7 +67,7 @@ def fault(stage: Stage, compiled: Callable[..., Any], tensors: tuple[Any, ...], 
         reasons = (difference(outcome(compiled, given, writes=writes), wanted) for given, wanted in calls)
         return next(filter(None, reasons), "")
     except Exception as error:  # whatever a compiler that was not tested, or its code, may raise
-        return f"it fails with {type(error).__name__}: {error}".split("\n")[0]
+        return fault_of(error)
 
 
 def of_requests(stage: Stage, tensors: tuple[Any, ...], vocab_size: int) -> tuple[Any, ...] | None:
