@@ -28,8 +28,10 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import last_before_winner
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import BASES, full_mode, modes_by_name, sample_inputs, slot_table
+from tests.builders.masks import stages_watched
 from tests.builders.sampler import same
 from tests.cases.hard_rows import KINDS, hard_rows
+from tools.kernels.launches import for_a_gpu
 
 FILTERS = (
     {"top_p": 0.5},
@@ -54,6 +56,17 @@ def hard_inputs(filters: tuple[dict[str, Any], ...], rows: int, vocab_size: int,
     logits = hard_rows(params, torch.arange(rows), vocab_size, generator)
     inputs = sample_inputs(logits, params)
     return inputs._replace(slots=torch.where(inputs.slots % 7 == 6, -1, inputs.slots))
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("vocab_size", [65, 600, 5000])
+def test_a_gpus_stages_draw_what_a_cpus_do(vocab_size, base):
+    inputs, mode, called = hard_inputs(FILTERS, 140, vocab_size, seed=3), full_mode(vocab_size, base), list[str]()
+    wanted = sample_step(mode, inputs)
+    with for_a_gpu():
+        assert same(sample_step(mode, inputs, stages_watched(called)), wanted)
+    assert "race_beyond_candidates" in called
+    assert "race_maxima" not in called
 
 
 def drawn(mode: Mode, inputs: SampleInputs) -> tuple[SampleOutputs, Calls]:
