@@ -40,7 +40,7 @@ FILTERS = [
     {"min_k": True, "min_k_tau": 100.0},
     {"top_n_sigma": 2.0, "min_k": True, "min_k_tau": 50.0, "p_less": True, "xtc_probability": 1.0},
 ]
-BATCHES = [*([each] for each in FILTERS), [{}, {"temperature": 0.0, "p_less": True}, *FILTERS]]
+BATCHES = [*([each] for each in FILTERS), [{}, {"temperature": 0.0, "p_less": True}, *FILTERS[::-1]]]
 """Each filter alone, and as many as there are hard rows beside rows that none filters."""
 
 
