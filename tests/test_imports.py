@@ -216,23 +216,12 @@ def read_sources(root: Path) -> Sources:
     return {path.relative_to(root).as_posix(): path.read_text(encoding="utf-8") for path in paths}
 
 
+CORE_FOLDER, AN_ENTRY = "compiled_sampler/core", "compiled_sampler.core.noise:Noise"
 CONTROLS: list[tuple[Rule, Sources]] = [
     (arrows, {"compiled_sampler/core/noise.py": "def late():\n    from ..engine import sampler"}),
     (strangers, {"compiled_sampler/attic/noise.py": ""}),
-    (
-        cycles,
-        {
-            "compiled_sampler/core/noise.py": "from . import draw",
-            "compiled_sampler/core/draw.py": "from . import noise",
-        },
-    ),
-    (
-        cycles,
-        {
-            "compiled_sampler/core/noise.py": "from . import draw",
-            "compiled_sampler/core/draw.py": "NAMES = {'noise': 'compiled_sampler.core.noise:Noise'}",
-        },
-    ),
+    (cycles, {f"{CORE_FOLDER}/noise.py": "from . import draw", f"{CORE_FOLDER}/draw.py": "from . import noise"}),
+    (cycles, {f"{CORE_FOLDER}/noise.py": "from . import draw", f"{CORE_FOLDER}/draw.py": f"NAMES = ['{AN_ENTRY}']"}),
     (internals, {"compiled_sampler/engine/sampler.py": "import torch as t\nf = t.compile(g, fullgraph=True)"}),
     (internals, {"compiled_sampler/lowering/comparison.py": "import torch as t\nt._dynamo.reset()"}),
     (internals, {"compiled_sampler/engine/sampler.py": "import_module('torch._inductor.compile_fx')"}),

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from traceback import format_exc
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -20,9 +20,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from compiled_sampler import (
@@ -34,18 +31,15 @@ from compiled_sampler import (
     Verification,
     VocabularyShard,
     functional,
-    replay,
 )
 from compiled_sampler import shard as shard_module
-from compiled_sampler.core.filters import KEEP_ALL
 from compiled_sampler.edits.edit_spec import EditSizes
-from compiled_sampler.logprobs import LAWS
 from compiled_sampler.modes import RULES
 from compiled_sampler.passes.block_laws import LAW_BLOCK
 from compiled_sampler.pipeline import sharded
 from tests.builders.custom_edits import EDITS, HISTORY, V, params_with, random_inputs
 from tests.builders.edits import EDITS as EVERY_EDIT
-from tests.builders.edits import random_mask, random_request
+from tests.builders.edits import Request, random_mask, random_request
 from tests.builders.filters import hard_rows
 from tools.bench.cases import CASES
 from tools.bench.sharded import COUNTED
@@ -149,6 +143,17 @@ class Pair:
         assert self.split.add_request(params, *tokens) == slot
         return slot
 
+    def added_of(self, mode: str, count: int) -> list[int]:
+        """The slots of new requests of a mode, of each of its laws in turn."""
+        laws = LAWS_OF_MODES[mode]
+        return [self.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(count)]
+
+    def remove(self, slots: Sequence[int]) -> None:
+        """Their requests leave both."""
+        for slot in slots:
+            self.whole.remove_request(slot)
+            self.split.remove_request(slot)
+
     def plans(self, *args: Any, **options: Any) -> tuple[Plan, Plan]:
         """The plan of both."""
         return self.whole.plan(*args, **options), self.split.plan(*args, **options)
@@ -220,9 +225,7 @@ def every_mode(
             slots = [pair.added(each) for each in requests]
             logits = rows_like(count, vocab_size, count + len(name), dtype)
             pair.call("sample", pair.plans([*slots[1:], -1], name), logits, torch.arange(count))
-            for slot in slots:
-                pair.whole.remove_request(slot)
-                pair.split.remove_request(slot)
+            pair.remove(slots)
             options: dict[str, Any] = {
                 key: torch.tensor([getattr(each, key) for each in requests])
                 for key in ("temperature", "top_k", "top_p", "min_p")
@@ -233,53 +236,28 @@ def every_mode(
             same(whole, functional.sample(pair.columns(logits), shard=pair.shard, **options))
 
 
+def no_logits_travel() -> Any:
+    """Within, rows of logits that a rank tells the others are an error."""
+    refused = Mock(side_effect=AssertionError("logits must not travel"))
+    return patch.multiple(VocabularyShard, whole_rows=refused, exchanged_rows=refused)
+
+
+def with_law(request: Request, law: dict[str, Any]) -> None:
+    """The random request draws by this law instead of its own."""
+    for name in ("temperature", "top_k", "top_p", "min_p"):
+        request.given.pop(name, None)
+    request.given.update(law)
+
+
 def counts_alone(vocab_size: int, sizes: Sequence[int]) -> None:
     """Draws and verifications that search on a slow wire, in which no logits travel."""
-
-    def refused(*_: Any) -> None:
-        raise AssertionError("logits must not travel")
-
-    with patch.multiple(VocabularyShard, whole_rows=refused, exchanged_rows=refused):
+    with no_logits_travel():
         every_mode(vocab_size, sizes, 40, (F32, BF16), ("top_k", "full"), slow_wire=True)
         pair = Pair(vocab_size, sizes, slow_wire=True)
         slots = [pair.added(SamplingParams(seed=n, top_k=100, top_p=0.8)) for n in range(6)]
         verified, drafts = pair.plans(slots, num_drafts=[2] * 6), torch.zeros(6, 2, dtype=torch.int64)
         mask = random_mask(random.Random(1), 18, vocab_size)
         pair.call("verify", verified, rows_like(18, vocab_size, 1), drafts, torch.arange(6), token_bitmask=mask)
-
-
-def logprobs_of_columns(vocab_size: int, sizes: Sequence[int]) -> None:
-    """Logprobs of the laws that need no filters, in which no logits travel; with edits, and of a verification."""
-
-    def refused(*_: Any) -> None:
-        raise AssertionError("logits must not travel")
-
-    source, count, tokens = random.Random(5), 20, (0, vocab_size // 2, vocab_size - 1)
-    everything: dict[str, Any] = {"token_ids": tokens, "rank": True, "entropy": True}
-    raw, processed = Logprobs(top=20, **everything), Logprobs(of="processed", top=64, **everything)
-    no_rows = patch.multiple(VocabularyShard, whole_rows=refused, exchanged_rows=refused)
-    with no_rows, patch.multiple(sharded, _EXCHANGED_BYTES=0, _GATHERED_BYTES=0):
-        for (name, laws), dtype in zip(LAWS_OF_MODES.items(), itertools.cycle((F32, BF16))):
-            slow_wire = name in ("top_k", "full")
-            pair = Pair(vocab_size, sizes, slow_wire=slow_wire, logits_dtype=dtype, history_len=48)
-            slots = [pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(count - 1)]
-            plans, logits = pair.plans([*slots, -1], name), rows_like(count, vocab_size, count, dtype)
-            mask, positions = random_mask(source, count, vocab_size), torch.arange(count)
-            for wanted in (raw, processed):
-                pair.call("sample", plans, logits, positions, logprobs=wanted)
-                pair.call("sample", plans, logits, positions, logprobs=wanted, token_bitmask=mask)
-            pair.call("sample", plans, logits, positions, logprobs=Logprobs())
-            pair.call("sample", plans, logits, positions, logprobs=Logprobs(of="processed", rank=True, top=1))
-            requests = [random_request(source, vocab_size, ("penalties", "logit_bias", "stops")) for _ in range(4)]
-            for each in requests:
-                for key in ("temperature", "top_k", "top_p", "min_p"):
-                    each.given.pop(key, None)
-                each.given.update(laws[0])
-            slots = [pair.added(each.params, each.prompt, each.output) for each in requests]
-            positions = torch.tensor([each.position for each in requests])
-            verified, logits = pair.plans(slots, num_drafts=[2] * 4), rows_like(12, vocab_size, 3, dtype)
-            for wanted in (raw, processed):
-                pair.call("verify", verified, logits, logits[:8].argmax(-1).view(4, 2), positions, logprobs=wanted)
 
 
 def compiled_counts(vocab_size: int) -> None:
@@ -289,30 +267,9 @@ def compiled_counts(vocab_size: int) -> None:
     lowering = pair.split.statistics().lowering
     assert lowering is not None
     assert not lowering.eager_stages
-    laws = LAWS_OF_MODES["full"]
-    plans = pair.plans([pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(32)])
+    plans = pair.plans(pair.added_of("full", 32))
     for seed in range(5):
         pair.call("sample", plans, rows_like(32, vocab_size, seed), torch.arange(32))
-
-
-def compiled_logprobs(vocab_size: int, sizes: Sequence[int]) -> None:
-    """After a warm-up, draws with logprobs need no further stage, whether logits travel or not, nor change a bit."""
-    wanted = Logprobs(top=5, of="processed", rank=True, entropy=True, token_ids=(3, vocab_size - 1))
-    options = {"backend": "compiled", "buckets": [2, 140, 200], "captured_logprobs": [wanted]}
-    with patch.object(sharded, "_EXCHANGED_BYTES", 150 * vocab_size * 4):
-        pair = Pair(vocab_size, sizes, **options)
-        pair.split.warmup(modes=["min_p"])
-        slots = [pair.added(SamplingParams(seed=row, **LAWS_OF_MODES["min_p"][row % 4])) for row in range(200)]
-        for count in (2, 140, 200):
-            whole, split = pair.plans(slots[:count], "min_p")
-            logits, positions = rows_like(count, vocab_size, count), torch.arange(count)
-            columns = pair.shard.own(logits, vocab_size).contiguous()
-            of_columns = pair.split.sample(split, columns, positions, logprobs=wanted)
-            same(pair.whole.sample(whole, logits, positions, logprobs=wanted), of_columns)
-    lowering = pair.split.statistics().lowering
-    assert lowering is not None
-    assert not lowering.eager_stages
-    assert not lowering.queued_stages
 
 
 def collectives_as_counted(vocab_size: int, sizes: Sequence[int]) -> None:
@@ -369,27 +326,13 @@ def said(message: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} rank {dist.get_rank()}: {message}", flush=True)
 
 
-def every_law(vocab_size: int, sizes: Sequence[int]) -> None:
-    """Logprobs, distributions and edited logits in each mode."""
-    pair = Pair(vocab_size, sizes)
-    for name, laws in LAWS_OF_MODES.items():
-        slots = [pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(16)]
-        plans, logits = pair.plans(slots, name), rows_like(16, vocab_size, 5)
-        for law in LAWS:
-            wanted = Logprobs(top=5, of=law, token_ids=(0, 7), rank=True, entropy=True, num_kept=True, boundary=True)
-            pair.call("sample", plans, logits, torch.arange(16), logprobs=wanted)
-        pair.call("probs", plans, logits)
-        pair.call("edited_logits", plans, logits, torch.arange(16))
-
-
 def every_rule(vocab_size: int, sizes: Sequence[int]) -> None:
     """Verifications by each rule, of each form of drafts, with logprobs or without."""
     counts, width, count = (2, 0, 3, 1), 3, 8
     for cached, names in ((0, ("greedy", "no_filter", "full")), (width, ("top_k_top_p[64]",))):
         pair = Pair(vocab_size, sizes, draft_cache_len=cached)
-        for laws in map(LAWS_OF_MODES.get, names):
-            assert laws is not None
-            slots = [pair.added(SamplingParams(seed=n, **laws[n % len(laws)])) for n in range(count)]
+        for name in names:
+            slots = pair.added_of(name, count)
             plans, positions = pair.plans(slots), torch.arange(count)
             verified = pair.plans(slots, num_drafts=[counts[n % 4] for n in range(count)])
             rows, drafted = verified[0].num_rows, verified[0].num_proposals
@@ -416,9 +359,7 @@ def every_rule(vocab_size: int, sizes: Sequence[int]) -> None:
                 wanted = Logprobs(top=2, of="filtered", boundary=True)
                 pair.call("verify", verified, logits, tokens, positions, rule, logprobs=wanted)
             pair.call("probs", verified, logits)
-            for slot in slots:
-                pair.whole.remove_request(slot)
-                pair.split.remove_request(slot)
+            pair.remove(slots)
 
 
 def trees(vocab_size: int, sizes: Sequence[int]) -> None:
@@ -450,9 +391,7 @@ def every_edit(vocab_size: int, sizes: Sequence[int]) -> None:
         drawn_edits = [name for name in names if name != "watermark"]
         requests = [random_request(source, vocab_size, drawn_edits) for _ in range(10)]
         for row, (each, laws) in enumerate(zip(requests, itertools.cycle(LAWS_OF_MODES[mode]))):
-            for name in ("temperature", "top_k", "top_p", "min_p"):
-                each.given.pop(name, None)
-            each.given.update(laws, **({"watermark_tokens": row % 3} if "watermark" in names else {}))
+            with_law(each, {**laws, **({"watermark_tokens": row % 3} if "watermark" in names else {})})
         slots = [pair.added(each.params, each.prompt, each.output) for each in requests]
         positions = torch.tensor([each.position for each in requests])
         plans = pair.plans(slots)
@@ -467,17 +406,14 @@ def every_edit(vocab_size: int, sizes: Sequence[int]) -> None:
         verified = pair.plans(slots, num_drafts=[2] * 10)
         for rule in RULES[: 1 if "watermark" in names else 3]:
             pair.call("verify", verified, rows_like(30, vocab_size, 9), drafts, positions + 3, rule)
-        for slot in slots:
-            pair.whole.remove_request(slot)
-            pair.split.remove_request(slot)
+        pair.remove(slots)
 
 
 def masks_of_columns(vocab_size: int, sizes: Sequence[int]) -> None:
     """Masks of each rank's columns, with any bits of padding, are those of V tokens, for all that takes a mask."""
     pair, source, count = Pair(vocab_size, sizes, history_len=8), random.Random(7), 9
     for name in ("greedy", "min_p", "top_k_top_p[64]", "full"):
-        laws, positions = LAWS_OF_MODES[name], torch.arange(count)
-        slots = [pair.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(count)]
+        slots, positions = pair.added_of(name, count), torch.arange(count)
         plans, verified = pair.plans(slots), pair.plans(slots, num_drafts=[1] * count)
         pair.masks_are_columns = True
         mask, masks = (random_mask(source, rows, vocab_size) for rows in (count, 2 * count))
@@ -491,9 +427,7 @@ def masks_of_columns(vocab_size: int, sizes: Sequence[int]) -> None:
             pair.call("verify", verified, rows, drafts, positions, rule, token_bitmask=masks)
         pair.masks_are_columns = False
         pair.call("sample", plans, logits, positions, token_bitmask=mask)
-        for slot in slots:
-            pair.whole.remove_request(slot)
-            pair.split.remove_request(slot)
+        pair.remove(slots)
 
 
 def masks_that_might_be_either() -> None:
@@ -523,44 +457,6 @@ def edits_of_the_user(sizes: Sequence[int]) -> None:
         inputs, drafts = random_inputs(2 * count, 1), torch.zeros(count, 1, dtype=torch.int64)
         for rule in RULES:
             pair.call("verify", verified, rows_like(2 * count, V, 2), drafts, positions, rule, edit_inputs=inputs)
-
-
-def a_replay(vocab_size: int, sizes: Sequence[int]) -> None:
-    """Replayed logprobs, kept sets and gradients of rows of every mode; and of tokens that nothing filters."""
-    pair, laws = Pair(vocab_size, sizes), [law for laws in LAWS_OF_MODES.values() for law in laws]
-    params = [SamplingParams(seed=row, **laws[row % len(laws)]) for row in range(3 * len(laws))]
-    plans, logits = pair.plans([pair.added(each) for each in params]), rows_like(len(params), vocab_size, 4)
-    drawn = pair.call("sample", plans, logits, torch.arange(len(params)), logprobs=Logprobs(boundary=True))
-    tokens, boundary = drawn.token_ids.clone(), drawn.logprobs.boundary
-    tokens[-2:] = torch.tensor([vocab_size + 1, -1])
-    whole, own = logits.clone().requires_grad_(), pair.shard.own(logits, vocab_size).clone().requires_grad_()
-    of_whole, kept = replay(whole, params, tokens, boundary)
-    of_own, own_kept = replay(own, params, tokens, boundary, shard=pair.shard)
-    torch.testing.assert_close(of_own, of_whole, rtol=1e-12, atol=1e-12)
-    same(pair.shard.own(kept, vocab_size), own_kept)
-    for logprobs in (of_whole, of_own):
-        finite = logprobs.isfinite()
-        (torch.where(finite, logprobs, 0.0) * torch.arange(len(params))).sum().backward()
-    assert whole.grad is not None
-    assert own.grad is not None
-    assert bool(whole.grad.any())
-    torch.testing.assert_close(own.grad, pair.shard.own(whole.grad, vocab_size), rtol=1e-6, atol=1e-7)
-
-
-def a_loss_of_torch(vocab_size: int, sizes: Sequence[int]) -> None:
-    """The logprobs of requests without filters are what torch's loss of a split head is, gradients too."""
-    shard, count = shard_of(sizes), 20
-    logits = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(0))
-    tokens = torch.arange(count) * vocab_size // count
-    own, theirs = (shard.own(logits, vocab_size).clone().requires_grad_() for _ in range(2))
-    logprobs, _ = replay(own, SamplingParams(), tokens, torch.full((count,), KEEP_ALL), shard=shard)
-    logprobs.mean().neg().backward()
-    mesh = init_device_mesh("cpu", (len(sizes),))
-    with loss_parallel():
-        loss = F.cross_entropy(DTensor.from_local(theirs, mesh, [Shard(1)]), tokens)
-        loss.backward()
-    torch.testing.assert_close(logprobs.mean().neg().float(), loss.full_tensor(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 def a_difference_is_seen() -> None:

@@ -54,18 +54,3 @@ def test_top_k_of_any_size_goes_with_rows_that_it_leaves_whole():
         batch = [SamplingParams(top_k=500), SamplingParams(temperature=0.0), *others]
         assert covering_modes(batch, V)[0].name == "top_k"
     assert covering_modes([SamplingParams(top_k=500), SamplingParams(top_k=5, top_p=0.9)], V)[0].name == "full"
-
-
-@pytest.mark.parametrize(
-    ("mode", "request_params", "words"),
-    [
-        ("greedy", SamplingParams(temperature=0.7), "temperature 0.7"),
-        ("no_filter", SamplingParams(min_p=0.1), "min_p 0.1"),
-        ("min_p", SamplingParams(top_p=0.9), "top_p 0.9"),
-        ("top_k_top_p[64]", SamplingParams(top_k=65), "top_k 65"),
-        ("top_k_top_p[64]", SamplingParams(top_p=0.9), "top_k off"),
-        ("top_k_top_p[64]", SamplingParams(), "top_k is off"),
-    ],
-)
-def test_the_reason_names_the_parameter(mode, request_params, words):
-    assert words in (uncovered(modes_by_name(V)[mode], request_params) or "")

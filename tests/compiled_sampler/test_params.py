@@ -96,12 +96,6 @@ def test_the_ends_of_every_range_are_allowed(field, value):
     assert getattr(SamplingParams(**{field: value}), field) == value
 
 
-def test_greedy_is_temperature_0_or_top_k_1():
-    assert SamplingParams(temperature=0.0).is_greedy
-    assert SamplingParams(top_k=1).is_greedy
-    assert not SamplingParams(top_k=2).is_greedy
-
-
 def test_params_and_questions_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().top_k = 5  # type: ignore[misc]
@@ -234,11 +228,6 @@ def test_a_name_that_is_none_of_the_choices_gets_the_nearest_one(value, way_out)
     with pytest.raises(ValueError, match="rule must be one of") as error:
         check_choice("rule", value, CHOICES, "the way out")
     assert str(error.value) == f"rule must be one of {CHOICES}, got {value!r}; {way_out}"
-
-
-def test_each_choice_is_one():
-    for name in CHOICES:
-        check_choice("rule", name, CHOICES, "the way out")
 
 
 @pytest.mark.parametrize(

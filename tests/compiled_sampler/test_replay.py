@@ -16,18 +16,12 @@ from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.replay import replay
 from tests.builders.inputs import BASES, full_mode, sample_inputs, slot_table
 from tests.builders.logprobs import filters_of, logprobs
+from tests.builders.sampler import REQUESTS
 from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.oracles import oracle_logprobs as oracle
 
 V = 129
-PARAMS = [
-    SamplingParams(temperature=0.0, seed=1),
-    SamplingParams(temperature=0.9, seed=2),
-    SamplingParams(temperature=0.8, min_p=0.05, seed=3),
-    SamplingParams(temperature=1.3, top_k=20, top_p=0.9, seed=4),
-    SamplingParams(temperature=1.5, top_p=0.97, min_p=1e-4, seed=5),
-    SamplingParams(temperature=0.3, top_k=1, seed=6),
-]
+PARAMS = [*REQUESTS.values(), SamplingParams(temperature=0.3, top_k=1, seed=6)]
 
 
 def replayed(

@@ -17,15 +17,10 @@ from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering.inductor import layout_guards
 from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
-from tests.builders.sampler import holding, new_outputs, same
+from tests.builders.sampler import REQUESTS, holding, new_outputs, same
 
 V, R, K = 300, 4, 3
-PARAMS = [
-    SamplingParams(seed=1, temperature=0.0),
-    SamplingParams(seed=2, top_k=20, top_p=0.9),
-    SamplingParams(seed=3),
-    SamplingParams(seed=4, min_p=0.1),
-]
+PARAMS = [*REQUESTS.values()][:R]
 
 
 def sampler_of(backend: str, slots: int = R, probabilities: bool = False) -> Sampler:

@@ -160,17 +160,6 @@ def test_greedy_takes_the_first_of_the_order_in_any_mode(backend, kind):
         assert found.token_ids.tolist()[greedy] == wanted[greedy]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_both_zeros_tie_in_any_mode(backend):
-    logits = torch.full((2, V), -1e-40)
-    logits[0, 5], logits[0, 9], logits[1, 5], logits[1, 9] = -0.0, 0.0, 0.0, -0.0
-    for batch in ("greedy", "greedy beside others"):
-        params = [BATCHES[batch][0]] * 2 + BATCHES[batch][1:]
-        with flushing(True):
-            found, _ = drawn(shared_sampler(V, backend=backend), params, torch.cat([logits, logits])[: len(params)])
-        assert found.token_ids.tolist()[:2] == [5, 5]
-
-
 @pytest.mark.parametrize("backend", tiers(["eager"], ["eager", "compiled"]))
 def test_threads_of_a_pool_need_no_mode(backend):
     logits, threads = rows(512, "denormals"), torch.get_num_threads()

@@ -14,6 +14,7 @@ from compiled_sampler.batch import SampleInputs, tensors_of
 from compiled_sampler.engine.step_executor import in_int64
 from compiled_sampler.modes import RULES
 from tests.builders.sampler import (
+    REQUESTS,
     SHARED_SLOTS,
     Outputs,
     new_outputs,
@@ -28,13 +29,7 @@ from tests.tiers import tiers
 
 V, K, N = 140, 3, 5
 COUNTS = [2, 0, 3, 1, 3]
-PARAMS = [
-    SamplingParams(seed=1, temperature=0.0),
-    SamplingParams(seed=2, top_k=20, top_p=0.9),
-    SamplingParams(seed=3),
-    SamplingParams(seed=4, min_p=0.1),
-    SamplingParams(seed=5, top_p=0.8, temperature=1.3),
-]
+PARAMS = [REQUESTS[name] for name in ("greedy", "top_k_top_p[64]", "no_filter", "min_p", "full")]
 DTYPES = [torch.int64, torch.int32]
 NARROW, WIDE = torch.int32, torch.int64
 MIXTURES = [

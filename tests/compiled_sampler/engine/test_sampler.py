@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams, functional
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams, functional
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.modes import uncovered
 from tests.builders.sampler import (
     REQUESTS,
     V,
@@ -24,7 +23,6 @@ from tests.builders.sampler import (
     same,
     shared_sampler,
 )
-from tests.oracles import oracle
 from tests.tiers import tiers
 
 PARAMS = list(REQUESTS.values())
@@ -72,16 +70,6 @@ def test_the_graph_backend_without_cuda_calls_its_stages(name, rows):
     request = f"{name} rows={rows} -> direct"
     assert after.coverage[request] == before.coverage.get(request, 0) + 1
     assert (after.variants, after.captures, after.fallbacks, after.buffer_bytes) == (0, 0, {}, 0)
-
-
-@pytest.mark.parametrize("base", ["top_k", "all"])
-def test_tokens_are_the_oracles(base):
-    params = [SamplingParams(temperature=0.7, top_k=12, top_p=0.6, min_p=0.02, seed=seed) for seed in range(60)]
-    logits = normal_rows(60, 40)
-    out = drawn(Sampler(40, 60, backend="eager", top_p_base=base), params, logits, torch.arange(60) * 10**9)
-    for row, (seed, token) in enumerate(zip(range(60), out.token_ids.tolist(), strict=True)):
-        options = {"temperature": 0.7, "top_k": 12, "top_p": 0.6, "min_p": 0.02, "top_p_base": base}
-        assert token == oracle.draw(logits[row].tolist(), seed=seed, position=row * 10**9, **options)
 
 
 def test_a_backend_is_chosen_for_the_device():
@@ -147,17 +135,6 @@ def test_results_are_never_overwritten(backend):
     assert not same(results[0][0], results[1][0])
 
 
-@pytest.mark.parametrize("stride", [V, V + 1, 2 * V, 0])
-def test_any_row_stride_is_read(stride):
-    memory = normal_rows(1, 7 * 2 * V)[0]
-    logits = memory.as_strided((7, V), (stride, 1), storage_offset=3)
-    sampler = shared_sampler(V, backend="eager")
-    assert same(
-        drawn(sampler, cycled(7), logits),
-        drawn(sampler, cycled(7), logits.clone(memory_format=torch.contiguous_format)),
-    )
-
-
 @pytest.mark.parametrize(("seed", "equal"), [(-1, 2**64 - 1), (-(2**63), 2**63), (-5, 2**64 - 5)])
 def test_seeds_count_modulo_two_to_the_64(sampler, seed, equal):
     logits = normal_rows(1).expand(40, V)
@@ -175,18 +152,6 @@ def test_only_sampling_params_are_held(sampler, params):
     with pytest.raises(TypeError, match=r"params must be SamplingParams, got \w+; SamplingParams\(\*\*options\)"):
         sampler.add_request(params)
     assert sampler.add_request(PARAMS[0]) == 0
-
-
-@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e30])
-def test_plus_infinity_wins_at_any_temperature_in_every_mode(temperature):
-    sampler, logits = Sampler(4, 8, backend="eager"), torch.tensor([[0.0, torch.inf, 1.0, torch.inf]]).expand(8, 4)
-    for filters in ({}, {"min_p": 0.5}, {"top_k": 2}, {"top_p": 0.9}):
-        params = [SamplingParams(temperature=temperature, seed=seed, **filters) for seed in range(8)]
-        modes = [mode.name for mode in sampler.modes if uncovered(mode, params[0]) is None]
-        results = [drawn(sampler, params, logits, mode=mode) for mode in modes]
-        assert all(same(each, results[0]) for each in results)
-        assert set(results[0].token_ids.tolist()) <= {1, 3}
-        assert results[0].status.tolist() == [RowStatus.POSITIVE_INFINITY] * 8
 
 
 # Several draws of one position.

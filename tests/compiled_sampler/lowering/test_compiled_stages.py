@@ -4,7 +4,6 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import nullcontext
-from typing import NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,19 +19,8 @@ from compiled_sampler.passes.candidates import all_coarser
 from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, drawn, held, nothing_compiles, same, shared_sampler
 
 
-class Pair(NamedTuple):
-    """Two tensors a row."""
-
-    left: Tensor
-    right: Tensor
-
-
 def multiplied(x: Tensor, *, factor: int) -> Tensor:
     return x * factor
-
-
-def added(pair: Pair, x: Tensor | None) -> Pair:
-    return Pair(pair.left + pair.right, pair.left if x is None else x * 2)
 
 
 def relative(x: Tensor, t: Tensor) -> Tensor:
@@ -67,14 +55,6 @@ def test_a_layout_is_compiled_apart(x):
     run = CompiledStages()
     run(multiplied, torch.randn(4, 5), factor=2)
     assert torch.equal(run(multiplied, x, factor=2), x * 2)
-
-
-def test_named_tuples_and_none_pass_through():
-    run, pair, x = CompiledStages(), Pair(torch.randn(3, 5), torch.randn(3, 5)), torch.randn(3, 5)
-    for third in (x, None):
-        found, wanted = run(added, pair, third), added(pair, third)
-        assert type(found) is Pair
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
 def test_the_callers_tensors_are_not_marked():

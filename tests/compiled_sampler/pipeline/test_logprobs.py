@@ -36,22 +36,14 @@ from tests.builders.logprobs import (
     wrong_fields,
 )
 from tests.builders.masks import masked_inputs, params_of, stages_watched
-from tests.builders.sampler import same
+from tests.builders.sampler import REQUESTS, same
 from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.chunked import chunks_of
 from tests.for_a_gpu import gpu_schedule, schedule_by_bounds
 from tests.oracles import oracle_logprobs as oracle
 
 V = 129
-PARAMS = [
-    SamplingParams(temperature=0.0, seed=1),
-    SamplingParams(temperature=0.9, seed=2),
-    SamplingParams(temperature=0.8, min_p=0.05, seed=3),
-    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, seed=4),
-    SamplingParams(temperature=1.2, top_k=90, seed=6),
-    SamplingParams(temperature=1.5, top_p=0.97, min_p=1e-4, seed=5),
-    SamplingParams(temperature=0.5, top_k=1, seed=7),
-]
+PARAMS = [*REQUESTS.values(), SamplingParams(temperature=0.5, top_k=1, seed=7)]
 NUM_REQUESTS = 60
 MODES = [each.name for each in mode_table(V, "top_k")]
 

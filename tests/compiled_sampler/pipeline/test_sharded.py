@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from compiled_sampler import Sampler, VocabularyShard
-from tests.builders import ranks
+from tests.builders import rank_logprobs, ranks
 
 F32, BF16 = torch.float32, torch.bfloat16
 
@@ -16,15 +16,15 @@ def test_three_ranks_return_what_one_does():
         3,
         (ranks.every_mode, 300, sizes, 24, (F32, BF16)),
         (ranks.counts_alone, 300, sizes),
-        (ranks.every_law, 300, sizes),
-        (ranks.logprobs_of_columns, 1100, (1, 699, 500)),  # that begin within a block of the law
-        (ranks.logprobs_of_columns, 40, (30, 0, 40)),
+        (rank_logprobs.every_law, 300, sizes),
+        (rank_logprobs.logprobs_of_columns, 1100, (1, 699, 500)),  # that begin within a block of the law
+        (rank_logprobs.logprobs_of_columns, 40, (30, 0, 40)),
         (ranks.every_rule, 300, sizes),
         (ranks.trees, 129, (60, 0, 69)),
         (ranks.every_edit, 129, (60, 0, 69)),
         (ranks.masks_of_columns, 129, (60, 0, 75)),
         (ranks.edits_of_the_user, (60, 0, 69)),
-        (ranks.a_replay, 300, sizes),
+        (rank_logprobs.a_replay, 300, sizes),
     )
 
 
@@ -37,10 +37,10 @@ def test_two_ranks_agree_or_are_told_that_they_do_not():
         (ranks.wrong_shards,),
         (ranks.masks_of_columns, 300, (97, 203)),
         (ranks.masks_that_might_be_either,),
-        (ranks.a_loss_of_torch, 300, (150, 150)),
+        (rank_logprobs.a_loss_of_torch, 300, (150, 150)),
         (ranks.every_mode, 40, (25, 15), 14, (F32,)),  # fewer tokens than candidates
         (ranks.counts_alone, 1400, (1100, 300)),  # of several blocks
-        (ranks.logprobs_of_columns, 1400, (700, 700)),
+        (rank_logprobs.logprobs_of_columns, 1400, (700, 700)),
         (ranks.collectives_as_counted, 2000, (1000, 1000)),
     )
 
@@ -49,7 +49,7 @@ def test_one_rank_returns_what_whole_rows_do():
     ranks.asked(
         1,
         (ranks.every_mode, 300, (310,), 14, (BF16,)),
-        (ranks.a_replay, 300, (310,)),
+        (rank_logprobs.a_replay, 300, (310,)),
         (ranks.masks_of_columns, 300, (300,)),
     )
 
@@ -62,7 +62,7 @@ def test_four_ranks_return_what_one_does():
         (ranks.every_mode, 300, nothing, 14, (BF16,)),
         (ranks.every_rule, 300, single),
         (ranks.every_edit, 300, single),
-        (ranks.a_replay, 300, nothing),
+        (rank_logprobs.a_replay, 300, nothing),
     )
 
 
@@ -78,7 +78,7 @@ def test_a_search_without_logits_is_compiled():
 
 @pytest.mark.full
 def test_logprobs_of_columns_are_compiled():
-    ranks.asked(2, (ranks.compiled_logprobs, 1100, (700, 400)), timeout_s=900)
+    ranks.asked(2, (rank_logprobs.compiled_logprobs, 1100, (700, 400)), timeout_s=900)
 
 
 def test_a_shard_needs_a_process_group():

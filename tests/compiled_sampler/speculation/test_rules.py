@@ -100,14 +100,6 @@ def test_acceptances_past_the_first_rejection_count_as_matching_alone(rule, kind
     assert [set(values.tolist()) for values in tensors_of(result)[1:]] == [{1}, {0}, {2}, {0}]
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_the_one_token_of_a_residual_is_drawn(rule):
-    logits = torch.tensor([[0.0, 0.0, -torch.inf, -torch.inf]]).expand(200, 2, -1)
-    q = torch.tensor([[0.5, 0.0, 0.5, 0.0]]).expand(200, -1)
-    inputs = verify_inputs(logits, [[2]] * 200, q, params=PLAIN[:1], vocab_size=4)
-    assert verify(rule, "probabilities", inputs).token_ids.tolist() == [[1, -1]] * 200
-
-
 @EVERY_WAY
 @pytest.mark.parametrize("bad", [-1, V, 2**40])
 def test_a_draft_that_is_no_token_id_is_rejected_and_never_read(rule, kind, bad):
@@ -124,16 +116,6 @@ def test_a_draft_that_is_no_token_id_is_rejected_and_never_read(rule, kind, bad)
     if q is not None:
         q[1::3] = torch.nan
         assert same(verify(rule, kind, verify_inputs(wide, drafts, q)), result)
-
-
-@EVERY_WAY
-def test_drafts_beyond_a_requests_own_are_not_read(rule, kind):
-    drafts, q = torch.randint(0, V, (6, 3)), proposals(kind, 6)
-    lengths = [0, 1, 2, 0, 2, 1]
-    logits = torch.randn(12, V)
-    first = verify(rule, kind, verify_inputs(logits, drafts, q, num_drafts=lengths))
-    drafts[torch.arange(3) >= torch.tensor(lengths)[:, None]] = 2**40
-    assert same(verify(rule, kind, verify_inputs(logits, drafts, q, num_drafts=lengths)), first)
 
 
 @EVERY_WAY
@@ -161,16 +143,6 @@ def test_flags_are_those_of_the_rows_whose_tokens_are_emitted(rule, kind, flag, 
     result = verify(rule, kind, verify_inputs(logits, drafts, proposals(kind, 12, drafts)))
     assert result.token_ids.tolist() == [[d, 0, -1] for d in drafts[:, 0].tolist()]
     assert set(result.status.tolist()) == {int(flag) if row < 2 else 0}
-
-
-@EVERY_WAY
-@pytest.mark.parametrize(("width", "rows"), [(0, 0), (2, 0), (2, 1)])
-def test_without_drafts_the_token_is_the_plain_samplers(rule, kind, width, rows):
-    drafts = torch.zeros(6, width, dtype=torch.int64)
-    inputs = verify_inputs(torch.randn(6, V), drafts, proposals(kind, rows), num_drafts=[0] * 6, params=MIXED)
-    result = verify(rule, kind, inputs)
-    assert result.token_ids.tolist() == [tokens + [-1] * width for tokens in plain(inputs)]
-    assert set(result.num_emitted.tolist()) == {1}
 
 
 def ragged(kind: str, lengths: Sequence[int], slots: Sequence[int]) -> VerifyInputs:

@@ -114,13 +114,6 @@ def test_drafts_of_another_temperature_are_detected(rule, kind):
     detects(chi_square(*counted(tokens, EXACT[rule](rows_after(TARGET), rows_after(PROPOSAL), WIDTH))))
 
 
-@pytest.mark.parametrize("rule", EXACT)
-def test_drafts_of_logits_kept_in_bfloat16_follow_the_exact_law(rule):
-    target, proposal = TARGET.bfloat16(), PROPOSAL.bfloat16()
-    tokens = one_step(verifying(full_mode(V), rule, "logits"), target, proposal=proposal)
-    accept(chi_square(*counted(tokens, EXACT[rule](rows_after(target), rows_after(proposal), WIDTH))))
-
-
 Committed = Callable[[VerifyOutputs], Tensor]
 """How many of the emitted tokens are committed, int64 ``[N]``; the next step begins after them."""
 
@@ -241,7 +234,3 @@ def test_uncoupled_drafts_miss_the_bound(sampler, peaked):
     overlap = 1.0  # the drafter is the target itself
     drafts = sampler.draft(sampler.plan([0] * R), peaked, torch.arange(R), coupled=False).token_ids
     assert accepted(sampler, peaked, drafts) < overlap / (2.0 - overlap) - SLACK
-
-
-def test_a_drafter_with_the_targets_logits_is_always_right(sampler, peaked):
-    assert accepted(sampler, peaked, sampler.draft(sampler.plan([0] * R), peaked, torch.arange(R)).token_ids) == 1.0

@@ -178,10 +178,7 @@ def test_a_warm_up_ends_what_the_cache_holds():
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (
-            lambda sampler, draft: draft([0], offset=K),
-            r"offset of an uncoupled draft must be in \[0, draft_cache_len\)",
-        ),
+        (lambda sampler, draft: draft([0], offset=K), r"offset of an uncoupled draft must be in \[0, draft_cache"),
         (lambda sampler, draft: draft([0, -1, 0]), "slots of an uncoupled draft must differ"),
         (lambda sampler, draft: Sampler(V, 1, draft_cache_len=-1), r"draft_cache_len must be in \[0, 64\], got -1"),
         (lambda sampler, draft: Sampler(V, 1, verifications=[Verification("block", 1, "cache")]), "without a cache"),

@@ -97,7 +97,7 @@ def test_plans_with_and_without_drafts_are_not_confused(engine, refused):
 
 
 RULE = "rule must be one of ('match', 'rejection', 'block'), got "
-LAW = {"rule": "rejection"}
+LAW, OUT = {"rule": "rejection"}, new_verified(N, K)
 WRONG = [
     ({"rule": "typical"}, ValueError, RULE + "'typical'; 'match' keeps the sampler's stream"),
     ({"rule": "probabilistic"}, ValueError, RULE + "'probabilistic'; it is called 'rejection' here"),
@@ -107,35 +107,19 @@ WRONG = [
     ({"draft_probs": LAWS.double(), **LAW}, TypeError, "draft_probs must be torch.float32, got torch.float64"),
     ({"draft_probs": LAWS[:4], **LAW}, ValueError, "draft_probs must be [5, >= 40], got [4, 40]"),
     ({"draft_probs": LAWS.to("meta"), **LAW}, ValueError, "draft_probs must be on cpu, got meta"),
-    (
-        {"draft_logits": LAWS.double(), "rule": "block"},
-        TypeError,
-        "draft_logits must be torch.float32, got torch.float64",
-    ),
+    ({"draft_logits": LAWS.double(), "rule": "block"}, TypeError, "draft_logits must be torch.float32, got torch."),
     ({"draft_logits": values(0, V, D).T, **LAW}, ValueError, "draft_logits must have column stride 1, got strides"),
     ({"draft_token_ids": torch.zeros(N, K)}, TypeError, "draft_token_ids must be torch.int64 or torch.int32, got"),
     ({"draft_token_ids": torch.zeros(N, 2, dtype=torch.int64)}, ValueError, "must be [3, >= 3] as planned, got [3, 2]"),
-    (
-        {"draft_token_ids": torch.zeros(D + 1, dtype=torch.int64)},
-        ValueError,
-        "must be [5], the sum of num_drafts, got [6]",
-    ),
+    ({"draft_token_ids": torch.zeros(D + 1).long()}, ValueError, "must be [5], the sum of num_drafts, got [6]"),
     ({"draft_token_ids": INPUTS["draft_token_ids"].to("meta")}, ValueError, "draft_token_ids must be on cpu, got meta"),
     ({"positions": [0, 1, 2]}, TypeError, "positions must be a torch.Tensor, got list"),
     ({"positions": torch.arange(R)}, ValueError, "positions must be [3], one a slot of the plan, got [8]"),
     ({"logits": values(0, N, V)}, ValueError, "logits must be [8, >= 40], got [3, 40]"),
     ({"out": new_outputs(N)}, TypeError, "must be VerifyOutputs, got SampleOutputs; VerifyOutputs(token_ids"),
     ({"out": new_verified(N, 2)}, ValueError, "out.token_ids must be [3, 4], as the plan has it, got [3, 3]"),
-    (
-        {"out": new_verified(N, K)._replace(num_matching=torch.zeros(4).long())},
-        ValueError,
-        "out.num_matching must be [3]",
-    ),
-    (
-        {"out": new_verified(N, K)._replace(status=torch.zeros(N).long())},
-        TypeError,
-        "out.status must be torch.int32, got",
-    ),
+    ({"out": OUT._replace(num_matching=torch.zeros(4).long())}, ValueError, "out.num_matching must be [3]"),
+    ({"out": OUT._replace(status=torch.zeros(N).long())}, TypeError, "out.status must be torch.int32, got"),
 ]
 
 

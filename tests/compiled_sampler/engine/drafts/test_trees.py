@@ -13,7 +13,6 @@ from compiled_sampler import (
     EditRows,
     LogitEdit,
     Logprobs,
-    RowStatus,
     Sampler,
     SamplingParams,
     Verification,
@@ -30,7 +29,6 @@ from tests.builders.edits import EDITS, V, edited_sampler, hard_logits, random_r
 from tests.builders.sampler import (
     REQUESTS,
     emptied,
-    normal_rows,
     nothing_compiles,
     planned,
     recorded,
@@ -95,14 +93,6 @@ def test_the_definition_has_every_bit_of_the_stages():
     for seed in range(6):
         batch = tree_batch(eager, seed, kind=KINDS[seed % len(KINDS)], edits=EDITS if seed % 2 else ())
         assert same(batch.verified(eager), batch.verified(reference))
-
-
-def test_a_chain_with_parents_is_the_chain():
-    sampler = edited_sampler("eager", ROWS)
-    for seed in range(3):
-        batch = tree_batch(sampler, seed, kind="chain", edits=EDITS)
-        made = batch.verified(sampler)
-        assert same(made._replace(node_ids=None), batch.verified(sampler, parents=None))
 
 
 def test_a_chain_with_parents_is_the_chain_also_beyond_the_history():
@@ -285,24 +275,6 @@ def test_rules_that_lose_the_law_of_a_tree_are_refused(rule, message):
         Verification(rule, 2, trees=True)
 
 
-def test_of_siblings_with_one_id_the_first_counts():
-    sampler, plan = planned(SamplingParams(temperature=0.0), num_drafts=[4])
-    logits = torch.zeros(5, V).index_fill(1, torch.tensor([3]), 1.0)
-    drafts = torch.tensor([[5, 3, 3, 3]])
-    made = sampler.verify(plan, logits, drafts, torch.zeros(1).long(), parents=[[-1, -1, -1, 2]])
-    assert made.node_ids.tolist() == [[1, -1, -1, -1]]
-    assert (made.num_accepted.item(), made.num_matching.item()) == (1, 2)
-
-
-def test_a_wrong_node_is_told_and_hides_what_follows_it():
-    sampler, plan = planned(SamplingParams(temperature=0.0), num_drafts=[3])
-    logits = torch.zeros(4, V).index_fill(1, torch.tensor([3]), 1.0)
-    call = plan, logits, torch.tensor([[3, 3, 3]]), torch.zeros(1).long()
-    made = sampler.verify(*call, parents=torch.tensor([[-1, 1, 1]]))
-    assert made.status.tolist() == [RowStatus.PARENT_OUT_OF_RANGE]
-    assert made.tolist() == [[3, 3]]
-
-
 @pytest.mark.parametrize(
     ("mode", "edits"), tiers([("greedy", ())], [("full", ()), ("no_filter", ("penalties", "dry"))])
 )
@@ -380,19 +352,6 @@ def test_siblings_are_the_best_of_the_race_in_order(edits):
         drawn = sampler.draft(plan, logits, positions)
         assert torch.equal(made.token_ids[:, 0], drawn.token_ids)
         assert torch.equal(made.drawn.status, drawn.drawn.status)
-
-
-@pytest.mark.parametrize("rule", ["match", "rejection"])
-def test_siblings_are_replayed_where_a_verification_names_their_number(rule):
-    way = Verification(rule, 6, "one_hot" if rule == "match" else "logits", trees=True, siblings=2)
-    graph, eager = recorded(edited_sampler("eager", 8, verifications=[way], buckets=[8])), edited_sampler("eager", 8)
-    params, made = [SamplingParams(seed=n, top_k=9) for n in range(3)], list[Tensor]()
-    logits, positions = normal_rows(3, V), torch.tensor([3, 9, 4])
-    for sampler in (graph, eager):
-        call = sampler.plan([sampler.add_request(each) for each in params]), logits, positions, rule == "match"
-        made.append(torch.cat([sampler.draft(*call, width=width).token_ids for width in (2, 2, 3)], 1))
-    assert torch.equal(*made)
-    assert graph.statistics().replays == 2  # of 2 siblings; three run as they are
 
 
 def test_siblings_of_small_vocabularies_of_padding_and_of_no_request_are_none():

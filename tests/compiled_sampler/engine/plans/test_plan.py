@@ -323,15 +323,6 @@ def test_probs_of_drafts_are_those_of_the_same_rows_without_drafts(backend):
         assert torch.equal(part, law)
 
 
-def test_probs_follow_the_buffers_of_an_engine(sampler):
-    plan = sampler.plan([5, 5, 5], mode="full", num_drafts=[2, 2, 2])
-    slots, counts = torch.tensor([1, -1, 4]), torch.tensor([3, -1, 1])
-    replaced = dataclasses.replace(plan, slot_ids=slots, draft_counts=counts)
-    logits = normal_rows(9)
-    wanted = sampler.probs(sampler.plan([1] * 4 + [4] * 2 + [-1] * 3, mode="full"), logits)
-    assert torch.equal(sampler.probs(replaced, logits), wanted)
-
-
 def test_after_a_warmup_probs_compile_nothing():
     sampler = Sampler(V, 2, backend="compiled", probabilities=True)
     with stages_stay_eager():

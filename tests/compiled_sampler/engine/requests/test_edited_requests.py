@@ -242,11 +242,7 @@ def test_a_warmup_leaves_bound_logits_that_edits_may_write_as_they_are(monkeypat
         ({"eos_token_id": V}, [], "^eos_token_id must be below vocab_size"),
         ({"stop_token_ids": range(33)}, [], r"stops of a request must be at most 32, got 33; .*EditSizes\(stops=33\)"),
         ({"bad_words_token_ids": [[1] * 9]}, [], "bad_word_len"),
-        (
-            {"allowed_token_ids": [V, V + 5]},
-            [],
-            rf"allowed_token_ids must have a token below vocab_size {V}, got {V} and above",
-        ),
+        ({"allowed_token_ids": [V, V + 5]}, [], rf"must have a token below vocab_size {V}, got {V} and above"),
         ({"logit_bias": {V: -math.inf}}, [], "logit_bias must be below vocab_size"),
         ({"frequency_penalty": 0.5}, [-1], "prompt_token_ids must be >= 0, got -1"),
     ],

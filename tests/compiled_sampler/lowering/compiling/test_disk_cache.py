@@ -177,15 +177,6 @@ def test_the_key_holds_the_hash_of_this_package():
     assert disk_cache.library_hash(package) in disk_cache._library()
 
 
-def test_a_function_that_may_hold_values_is_not_kept(folder):
-    def local(x: Tensor) -> Tensor:
-        return x + 1
-
-    x = torch.randn(3, 5)
-    assert torch.equal(CompiledStages()(local, x), x + 1)
-    assert kept(folder) == []
-
-
 @pytest.mark.parametrize("setting", [{"fx_graph_cache": False}, {"force_disable_caches": True}])
 def test_where_inductor_may_keep_nothing_neither_does_this(folder, setting):
     with torch._inductor.config.patch(setting):
@@ -238,17 +229,6 @@ def test_a_file_for_other_numbers_of_rows_is_left_alone(folder):
         assert compilations(torch.randn(3, 5)) == 1
     assert not loaded.called
     assert file.read_bytes() == before
-
-
-def test_a_loaded_stage_keeps_its_bits_and_is_not_traced():
-    x = torch.randn(7, 3001)
-    wanted = CompiledStages()(scaled, x, factor=3)
-    loaded = CompiledStages()
-    assert torch.equal(loaded(scaled, x, factor=3), wanted)
-    with nothing_compiles():
-        assert torch.equal(loaded(scaled, x[:2], factor=3), wanted[:2])
-    with nothing_compiles(), pytest.raises(AssertionError, match="after the warm-up"):
-        loaded(scaled, x, factor=4)
 
 
 def test_shapes_that_a_stage_was_not_made_for_are_compiled_anew():
