@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiled_sampler import SampleOutputs, Sampler, SamplingParams, functional
+from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams, functional
 from compiled_sampler.batch import tensors_of
+from compiled_sampler.modes import uncovered
 from tests.builders.sampler import (
     REQUESTS,
     V,
@@ -23,12 +24,35 @@ from tests.builders.sampler import (
     same,
     shared_sampler,
 )
+from tests.oracles import oracle
 from tests.tiers import tiers
 
 PARAMS = list(REQUESTS.values())
 BACKENDS = ("eager", "compiled", "graph")
 LAYOUTS = [(1, torch.float32), (2, torch.float16), (127, torch.bfloat16), (V, torch.float32)]
 """Vocabularies below, at and above a block, each with a dtype."""
+
+
+@pytest.mark.parametrize("base", ["top_k", "all"])
+def test_tokens_are_the_oracles(base):
+    params = [SamplingParams(temperature=0.7, top_k=12, top_p=0.6, min_p=0.02, seed=seed) for seed in range(60)]
+    logits = normal_rows(60, 40)
+    out = drawn(Sampler(40, 60, backend="eager", top_p_base=base), params, logits, torch.arange(60) * 10**9)
+    for row, (seed, token) in enumerate(zip(range(60), out.token_ids.tolist(), strict=True)):
+        options = {"temperature": 0.7, "top_k": 12, "top_p": 0.6, "min_p": 0.02, "top_p_base": base}
+        assert token == oracle.draw(logits[row].tolist(), seed=seed, position=row * 10**9, **options)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1.0, 1e30])
+def test_plus_infinity_wins_at_any_temperature_in_every_mode(temperature):
+    sampler, logits = Sampler(4, 8, backend="eager"), torch.tensor([[0.0, torch.inf, 1.0, torch.inf]]).expand(8, 4)
+    for filters in ({}, {"min_p": 0.5}, {"top_k": 2}, {"top_p": 0.9}):
+        params = [SamplingParams(temperature=temperature, seed=seed, **filters) for seed in range(8)]
+        modes = [mode.name for mode in sampler.modes if uncovered(mode, params[0]) is None]
+        results = [drawn(sampler, params, logits, mode=mode) for mode in modes]
+        assert all(same(each, results[0]) for each in results)
+        assert set(results[0].token_ids.tolist()) <= {1, 3}
+        assert results[0].status.tolist() == [RowStatus.POSITIVE_INFINITY] * 8
 
 
 @pytest.fixture
