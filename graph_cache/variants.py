@@ -83,9 +83,9 @@ def capture_variant(
     # Owned inputs of one number a row hold their fill: a callable that keeps a state of its own must not find the last
     # batch. So what is bound says nothing of live rows before a replay, and results are written by replays alone.
     inputs, in_place = registration.inputs, {binding.input_name for binding in key.binding or ()}
-    owned = {name: statics.owned(name) for name in inputs if name not in in_place}
-    of_host = tuple((name, buffer) for name, buffer in owned.items() if isinstance(buffer, HostInput))
     try:
+        owned = {name: statics.owned(name) for name in inputs if name not in in_place}  # memory may be short
+        of_host = tuple((name, buffer) for name, buffer in owned.items() if isinstance(buffer, HostInput))
         if statics.mirror is not None:
             statics.mirror.upload()
         for buffer in owned.values():

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from graph_cache import CaptureError, VariantKey
+from graph_cache import CaptureError, VariantKey, buffers
 from graph_cache.capture import uncollected
 from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, cache_of, expected, same_bits
 
@@ -58,6 +58,20 @@ def test_a_failed_capture_names_the_variant_leaves_the_others_and_is_tried_again
     cache.warmup()
     assert same_bits(cache.run("score", tensors), expected(tensors))
     assert cache.statistics().coverage == {f"score rows=3 -> score[{bucket}]": 1 for bucket in (8, 4)}
+
+
+def test_a_buffer_that_finds_no_memory_is_a_failed_capture(backend, monkeypatch):
+    def no_memory(*_):
+        raise torch.OutOfMemoryError("no memory")
+
+    cache, tensors = cache_of(Spied(), backend), batch(3)
+    with monkeypatch.context() as patched:
+        patched.setattr(buffers, "InputBuffer", no_memory)
+        with pytest.raises(CaptureError) as caught:
+            cache.warmup()
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    cache.warmup()
+    assert same_bits(cache.run("score", tensors), expected(tensors))
 
 
 def test_captures_are_counted_as_they_are_made_also_before_one_that_fails(backend):
