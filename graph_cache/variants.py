@@ -19,7 +19,7 @@ Progress = Callable[[int, int, str], object]
 
 
 class CaptureError(RuntimeError):
-    """A variant could not be captured; the cause is chained, and the cache is as it was before.
+    """A variant could not be captured; the cause is chained, and other variants are as they were before.
 
     Attributes:
         name: the registered callable.
@@ -30,7 +30,8 @@ class CaptureError(RuntimeError):
         super().__init__(
             f"{name}[{bucket}] could not be captured: {type(cause).__name__}: {cause}; a captured callable must not "
             "wait for the device (.item(), .cpu(), nonzero, a boolean index) and must return a NamedTuple of tensors. "
-            "Other variants stay usable and this one is served without a graph; correct the callable, then warmup again"
+            "Other variants stay usable and this one is served without a graph; correct the callable, or free memory, "
+            "then warmup again"
         )
         self.name = name
         self.bucket = bucket
@@ -84,7 +85,7 @@ def capture_variant(
     # batch. So what is bound says nothing of live rows before a replay, and results are written by replays alone.
     inputs, in_place = registration.inputs, {binding.input_name for binding in key.binding or ()}
     try:
-        owned = {name: statics.owned(name) for name in inputs if name not in in_place}  # memory may be short
+        owned = {name: statics.owned(name) for name in inputs if name not in in_place}  # allocates
         of_host = tuple((name, buffer) for name, buffer in owned.items() if isinstance(buffer, HostInput))
         if statics.mirror is not None:
             statics.mirror.upload()

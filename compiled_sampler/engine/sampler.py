@@ -566,7 +566,8 @@ class Sampler(RequestHolder):
 
         No other call waits for Inductor: it runs in eager torch, with the same bits, until background processes have
         compiled its stages. After ``warmup`` calls of up to ``max_num_requests`` rows, of verifications as many
-        requests, run compiled stages and replay graphs; so do calls of any other kind that were made before, compiled.
+        requests, run compiled stages and replay graphs; without graphs those of as many rows as a bucket has. Calls of
+        any other kind that were made before are compiled too.
 
         Args:
             progress: called as ``progress(done, total, label)`` for each stage that is ready, each step that ran, then

@@ -19,7 +19,8 @@ from compiled_sampler.pipeline.schedule import Schedule, chunk_ends
 
 Result = TypeVar("Result")
 
-_BY_SLOT = (SlotTable, RowEntries, DraftTable, EditTables, CustomTables, *TABLES, CustomEdits, bool, str)  # no rows
+_BY_SLOT = (SlotTable, RowEntries, DraftTable, EditTables, CustomTables, *TABLES, CustomEdits, bool, str)
+"""What has no rows; any other tensor is taken to have a row for each of the batch, cut into chunks and padded."""
 
 
 def in_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:

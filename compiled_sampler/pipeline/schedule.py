@@ -187,8 +187,10 @@ class Schedule:
     """
     fuses_levels: bool
     """Whether the blocks of a level are found and chosen in one kernel."""
-    part_tiles: tuple[int, ...]
-    """Tiles of a part of a row in hand-written races, where rows are weighed too and where not; none without races."""
+    launches: tuple[int, ...]
+    """What compiled forms at hand-written races depend on, so that a warm-up runs each: their launch class, and the
+    tiles of a part of a row where rows are weighed too and where not. Empty without such races.
+    """
     row_max_kernel: bool
     """Whether a separate kernel finds each row's largest logit before rows without top-k and top-p are weighed; without
     one Triton's weighing pass finds it again in each block, see ``maxima.largest_in_each``.
@@ -239,17 +241,12 @@ def warmup_batches(
     # sizes: entries of the batches that will come; times: most rows of an entry; also: another mode whose kernels the
     # step uses.
     modes = (mode,) if also is None else (mode, also)
-    launches = is_gpu(device) and any(each.searches for each in modes)  # kernels that are written by hand
     typical = sorted({row_class(size, device) for size in (*sizes, 2)})
     batches: dict[Any, tuple[int, int]] = {}
-    for size in (*typical, *sorted({*sizes, 2} if launches else sizes)):
+    for size in (*typical, *sorted(sizes)):
         for rows in (size * times, size):
             kernels = tuple(
-                (
-                    row_class(n, device),
-                    launches and launch_class(n),
-                    *(schedule_for(step_mode, n, device) for step_mode in modes),
-                )
+                (row_class(n, device), *(schedule_for(step_mode, n, device) for step_mode in modes))
                 for n in (size, rows)
             )
             chunks = _request_chunks(mode, size, rows, times, device) if is_edited else None
@@ -287,7 +284,7 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         levels=_levels(size, triton) if narrows else (),
         picks_by="rank" if few and narrows else "choose" if triton else "select",
         fuses_levels=triton and narrows and not few and _are_fused(rows, mode),
-        part_tiles=_part_tiles(size, rows) if triton and (mode.searches or (by_bounds and mode.draws)) else (),
+        launches=_launches(size, rows) if triton and (mode.searches or (by_bounds and mode.draws)) else (),
         row_max_kernel=triton and size_class == LARGE_ROWS,
         chunk_rows=chunk_rows(mode, triton=triton, fused=True, edited=is_edited),
         eager_chunk_rows=chunk_rows(mode, triton=triton, fused=False, edited=is_edited),
@@ -295,8 +292,8 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
     )
 
 
-def _part_tiles(vocab_size: int, rows: int) -> tuple[int, ...]:
-    return tuple(part_tiles(vocab_size, rows, weighs=weighs) for weighs in (True, False))
+def _launches(vocab_size: int, rows: int) -> tuple[int, ...]:
+    return *launch_class(rows), *(part_tiles(vocab_size, rows, weighs=weighs) for weighs in (True, False))
 
 
 def _row_class(rows: int, triton: bool) -> int:

@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map_only
 
-from compiled_sampler.exact.triton import LOCK
+from compiled_sampler.exact.triton import LOCK, launch_class
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.lowering.compiling.disk_cache import claimed, load, path_of, store
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.stages.stage_call import StageCall, is_far, layout, leaves, table_layouts, unshared
-from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written, launch_class_of, tuning_of
+from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written, tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
 
 EXACT_OPTIONS: Options = {
@@ -73,7 +73,7 @@ class StageCode(NamedTuple):
         device, rows = present[0].device, max(leaf.shape[0] for leaf in present)
         far = any(map(is_far, present))
         hint = rows if far else tuning_of(stage).rows_hint(rows, device, static.get("block", 0))
-        classes = far or hint, *launch_class_of(stage, rows)
+        classes = far or hint, *(launch_class(rows) if is_hand_written(stage) else ())
         return cls(stage, tensors, static, hint, device, (stage, *static.items(), *classes, *map(layout, given)))
 
     @classmethod
@@ -114,9 +114,9 @@ class StageCode(NamedTuple):
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"stage {self.stage.__name__} was not compiled for such a call before the capture; warmup() does so "
-                "for what Sampler(verifications=, probabilities=, captured_edits=, captured_logprobs=) names, for "
-                "max_num_requests rows, and for logits of other strides if bind(logits=) has them. Any other call is "
-                "made once before, and once more after warmup()"
+                "for what Sampler(verifications=, probabilities=, captured_edits=, captured_logprobs=) names, for as "
+                "many rows as a bucket has, and for logits of other strides if bind(logits=) has them. Any other call "
+                "is made once before, and once more after warmup()"
             )
 
     def found_or_compiled(self, exact: Options) -> Compiled:

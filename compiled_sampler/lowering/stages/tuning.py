@@ -41,7 +41,6 @@ from compiled_sampler.exact.threshold import (
     threshold_from_candidates,
     threshold_without_candidates,
 )
-from compiled_sampler.exact.triton import launch_class
 from compiled_sampler.passes.block_laws import law_in_blocks, law_scale, sum_block_laws
 from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.candidates import (
@@ -359,8 +358,3 @@ def tuning_of(stage: Stage) -> StageTuning:
 def is_hand_written(stage: Stage) -> bool:
     """Whether a stage has kernels of its own on a GPU, which torch stands in for until they are compiled."""
     return stage in IN_TORCH
-
-
-def launch_class_of(stage: Stage, rows: int) -> tuple[bool, ...]:
-    """What calls of a stage with kernels of its own share that the same compiled ones serve; of others nothing."""
-    return launch_class(rows) if is_hand_written(stage) else ()

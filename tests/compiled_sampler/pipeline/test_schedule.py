@@ -29,8 +29,8 @@ V = 1000
 @pytest.mark.parametrize(
     ("mode", "sizes", "times", "vocab_size", "device", "expected"),
     [
-        ("full", (1, 4, 32), 1, V, "cuda", [(1, 1), (32, 32), (2, 2), (4, 4)]),
-        ("full", (1, 4, 32), 4, V, "cuda", [(1, 4), (1, 1), (32, 128), (32, 32), (2, 8), (2, 2), (4, 16)]),
+        ("full", (1, 4, 32), 1, V, "cuda", [(1, 1), (32, 32), (4, 4)]),
+        ("full", (1, 4, 32), 4, V, "cuda", [(1, 4), (1, 1), (32, 128), (32, 32), (4, 16)]),
         ("full", (1,), 1, V, "cpu", [(1, 1), (128, 128)]),
         ("greedy", (1, 4, 32, 100), 1, V, "cuda", [(1, 1), (32, 32), (128, 128)]),
         (
@@ -39,7 +39,7 @@ V = 1000
             1,
             2**15,
             "cuda",
-            [(1, 1), (32, 32), (128, 128), (2, 2), (50, 50), (256, 256), (512, 512)],
+            [(1, 1), (32, 32), (128, 128), (50, 50), (256, 256), (512, 512)],
         ),
         ("no_filter", (1, 32, 50, 256, 512), 1, 2**15, "cuda", [(1, 1), (32, 32), (128, 128), (512, 512)]),
     ],
@@ -48,13 +48,19 @@ def test_warming_up_takes_a_batch_of_every_schedule_that_may_come(mode, sizes, t
     assert warmup_batches(modes_by_name(vocab_size)[mode], sizes, times, torch.device(device)) == expected
 
 
-@pytest.mark.parametrize("mode", ["top_k", "full"])
-@pytest.mark.parametrize("sizes", [(1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (4, 16)])
-def test_warming_up_launches_each_form_of_hand_written_kernels_that_a_bucket_or_two_rows_need(mode, sizes):
-    device = torch.device("cuda")
-    batches = warmup_batches(modes_by_name(2**17)[mode], sizes, 1, device)
-    warm = {(row_class(rows, device), launch_class(rows)) for _, rows in batches}
-    assert {(row_class(rows, device), launch_class(rows)) for rows in (*sizes, 2)} <= warm
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("mode", ["no_filter", "min_p", "top_k", "full"])
+@pytest.mark.parametrize("sizes", [tuple(2**power for power in range(10)), (4, 16), tuple(range(8, 385, 8))], ids=str)
+def test_warming_up_runs_each_form_of_hand_written_kernels_that_a_bucket_needs(mode, sizes, times):
+    device, named = torch.device("cuda"), modes_by_name(151_936)[mode]
+    batches = warmup_batches(named, sizes, times, device)
+
+    def forms(rows):
+        launches = schedule_for(named, rows, device).launches
+        return launches and (row_class(rows, device), launches, launch_class(rows))
+
+    warm = {forms(rows) for _, rows in batches}
+    assert {forms(size * each) for size in sizes for each in (1, times)} <= warm
 
 
 @pytest.mark.parametrize(

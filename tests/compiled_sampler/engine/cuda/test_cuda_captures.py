@@ -179,7 +179,7 @@ def test_reads_inside_a_capture_take_no_memory_of_their_own(mode, count):
 @pytest.fixture(scope="module")
 def replayed() -> Sampler:
     """Warmed up in the mode that covers all."""
-    made = Sampler(127, 24, "cuda", buckets=[4, 16])
+    made = Sampler(127, 24, "cuda", buckets=[2, 4, 16])
     made.warmup(modes=["full"])
     return made
 
