@@ -115,8 +115,8 @@ class StageCode(NamedTuple):
             raise RuntimeError(
                 f"stage {self.stage.__name__} was not compiled for such a call before the capture; warmup() does so "
                 "for what Sampler(verifications=, probabilities=, captured_edits=, captured_logprobs=) names, for as "
-                "many rows as a bucket has, and for logits of other strides if bind(logits=) has them. Any other call "
-                "is made once before, and once more after warmup()"
+                "many rows as one of its buckets= has, and for logits of other strides if bind(logits=) has them. Any "
+                "other call is made once before, and once more after warmup()"
             )
 
     def found_or_compiled(self, exact: Options) -> Compiled:

@@ -31,7 +31,7 @@ def test_the_error_inside_a_capture_names_all_that_a_warm_up_can_be_told():
     ):
         code.check_not_capturing()
     named = {*re.findall(r"\w+", str(caught.value))}
-    steps = {"verifications", "probabilities", "captured_edits", "captured_logprobs", "max_num_requests"}
+    steps = {"verifications", "probabilities", "captured_edits", "captured_logprobs", "buckets"}
     assert steps <= named & {*inspect.signature(Sampler).parameters}
     assert "logits" in named & {*inspect.signature(Sampler.bind).parameters}
 
