@@ -54,8 +54,8 @@ def padded_to_two(inputs: VerifyInputs, run: Run, verify: Callable[[VerifyInputs
     requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids, inputs.parents
     if is_single := inputs.slots.shape[0] == 1:
         slots, positions, num_drafts, drafts, parents = run(with_padding, *requests)
-        padded = {"slots": slots, "positions": positions, "num_drafts": num_drafts, "parents": parents}
-        inputs = inputs._replace(**padded, draft_token_ids=drafts)
+        inputs = inputs._replace(slots=slots, positions=positions, num_drafts=num_drafts)
+        inputs = inputs._replace(draft_token_ids=drafts, parents=parents)
     logprobs = inputs.logprobs
     if logprobs is not None:  # whose scale is by slot
         logprobs = logprobs._replace(given_ids=map_rows(_two_rows, logprobs.given_ids))
