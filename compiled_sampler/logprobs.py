@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,12 +114,6 @@ class LogprobOutputs(NamedTuple):
     boundary: Tensor | None = None
     """int64 ``[R]``, the last of these tokens, packed (order key, id); ``KEEP_ALL`` for a request without filters; the
     first token of the order for a greedy one. The key is that of a logit: in other logits it tells another set."""
-
-
-def mapped(outputs: LogprobOutputs, function: Callable[[Tensor], Tensor]) -> LogprobOutputs:
-    """The outputs with a function of each field; None stays None."""
-    fields = {name: function(field) for name, field in outputs._asdict().items() if field is not None}
-    return LogprobOutputs(**fields)
 
 
 def layout_of_outputs(wanted: Logprobs) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

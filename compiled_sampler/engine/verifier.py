@@ -42,8 +42,9 @@ from compiled_sampler.engine.plan_checks import (
 )
 from compiled_sampler.engine.step import Step
 from compiled_sampler.engine.step_runner import Launch, StepRunner, copied
-from compiled_sampler.logprobs import Logprobs, mapped
+from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import Mode, check_rule, check_tree_rule
+from compiled_sampler.pipeline.chunks import map_rows
 from compiled_sampler.speculation.row_layout import padded
 
 _NONE: Mapping[str, Tensor] = MappingProxyType({})
@@ -196,10 +197,9 @@ def _verify_counted(launch: Launch, plan: Plan, call: VerifyCall, out: Any) -> V
 
 def _first_places(verified: VerifyOutputs, count: int) -> VerifyOutputs:
     """Views of the first ``count`` tokens of each request, and of their logprobs."""
-    logprobs = verified.logprobs
     if verified.node_ids is not None:
         verified = verified._replace(node_ids=verified.node_ids[:, : count - 1])
-    logprobs = None if logprobs is None else mapped(logprobs, lambda field: field[:, :count])
+    logprobs = map_rows(lambda field: field[:, :count], verified.logprobs)
     return verified._replace(token_ids=verified.token_ids[:, :count], logprobs=logprobs)
 
 
