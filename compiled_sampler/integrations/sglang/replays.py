@@ -42,7 +42,7 @@ _logger = logging.getLogger("compiled_sampler")
 
 
 class ReplayedDraws:
-    """Draws on one stream; each mode and bucket of rows is captured behind a batch whose stages were all compiled.
+    """Draws on one stream; each mode and bucket of rows is captured after a batch whose stages were all compiled.
 
     Args:
         draw: what is captured.
@@ -96,8 +96,7 @@ class ReplayedDraws:
         try:
             if self._cache.capture_for(mode, tensors):
                 self._captured.add(variant)
-        # The buffer of logits is allocated before anything is captured.
-        except (CaptureError, torch.OutOfMemoryError) as error:
+        except CaptureError as error:
             self._failures[variant] += 1 if isinstance(error.__cause__, NotCompiled) else _MOST_FAILURES
             if self._failures[variant] >= _MOST_FAILURES:
                 _logger.warning("draws of mode %s and up to %d rows run without a graph: %s", mode, bucket, error)

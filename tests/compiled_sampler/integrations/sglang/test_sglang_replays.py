@@ -12,6 +12,7 @@ from torch import Tensor
 from compiled_sampler.functional import arguments
 from compiled_sampler.integrations.sglang import replays
 from compiled_sampler.integrations.sglang.replays import Drawn, ReplayedDraws
+from graph_cache.buffers import StaticTensors
 from tests.engines.sglang_engine import KINDS, LAWS, batch_info, engine, outputs_of
 from tests.graph_cache.recorded import RecordingBackend
 
@@ -153,7 +154,7 @@ def test_a_variant_that_cannot_be_captured_is_logged_once_and_its_tokens_stay(
         if reason == "capture":
             replayed.backend.failures = [RuntimeError("planted") for _ in range(5)]
         elif reason == "memory":
-            patch.setattr(replayed.draws._cache, "capture_for", no_memory)
+            patch.setattr(StaticTensors, "owned", no_memory)
         else:
             replayed.uncompiled_rows = {4}  # stages that never compile for so many rows
         replayed.steps("min_p", 6)
