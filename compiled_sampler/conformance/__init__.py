@@ -13,8 +13,8 @@ except ImportError as error:
 
 from compiled_sampler.conformance.adapter import Adapter, Drafted, Params, Semantics, Target, Verified
 from compiled_sampler.conformance.bench import FULL, QUICK, Bench, Effort
-from compiled_sampler.conformance.question import Outcome, Question, Result
-from compiled_sampler.conformance.runner import ask, chosen, run
+from compiled_sampler.conformance.question import Outcome, Question, Result, ask
+from compiled_sampler.conformance.suite import chosen, run
 
 __all__ = [
     "FULL",

@@ -18,8 +18,7 @@ from compiled_sampler.conformance import report
 from compiled_sampler.conformance.bench import SHIPPED, AdapterError, Bench, Effort, effort_of
 from compiled_sampler.conformance.fresh_process import NotStarted
 from compiled_sampler.conformance.question import Outcome, Result
-from compiled_sampler.conformance.questions import QUESTIONS
-from compiled_sampler.conformance.runner import chosen, declared, run
+from compiled_sampler.conformance.suite import QUESTIONS, chosen, declared, run
 
 
 def parser() -> argparse.ArgumentParser:

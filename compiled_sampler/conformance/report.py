@@ -20,7 +20,7 @@ from rich.table import Table
 from compiled_sampler.conformance.bench import Bench
 from compiled_sampler.conformance.evidence import FALSE_ALARM
 from compiled_sampler.conformance.question import Outcome, Result
-from compiled_sampler.conformance.runner import Declared
+from compiled_sampler.conformance.suite import Declared
 
 COLOURS = {Outcome.PASSED: "green", Outcome.FAILED: "bold red", Outcome.NOT_ASKED: "dim"}
 LOG_WIDTH = 240  # columns of a table that no terminal shows: a line is a question

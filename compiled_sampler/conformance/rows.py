@@ -36,9 +36,8 @@ HARD_PARAMS = (
 NUM_REQUESTS = 240  # parameters with a seed that the rows of a batch share
 
 NUM_FAMILIES = 5
-"""Kinds of requests: greedy, no filter, min_p, narrow and wide top_k with top_p and min_p.
-
-A batch takes the first few, so that every route is taken."""
+"""Kinds of requests, of which a batch takes the first few: greedy, no filter, min_p, then top_k, narrow and wide, with
+top_p and min_p."""
 
 SEEDS = (0, 1, -1, -(2**63), 2**63, 2**64 - 1)
 POSITIONS = (0, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1)
@@ -217,16 +216,8 @@ def _float(key: Tensor) -> Tensor:
     return key.abs().to(torch.int32).view(torch.float32) * torch.where(key < 0, -1.0, 1.0)
 
 
-class Work(NamedTuple):
-    """Requests with drafts, and the rows that they are made of."""
-
-    drafted: Drafted  # with the drafts' laws
-    rows: Batch  # the rows of all places, request after request
-    own: Tensor  # int64 ``[R]``, what ``sample`` draws for the rows
-
-
-def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -> Work:
-    """Requests with 0 to 8 drafts from one of four drafters."""
+def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -> tuple[Drafted, Tensor]:
+    """Requests with 0 to 8 drafts of one of four drafters, and what ``sample`` draws for their rows, int64 ``[R]``."""
     generator = torch.Generator().manual_seed(int(bench.rng.integers(2**62)))
     params, seeds = hard_requests(bench, count, vocab_size, num_families)
     starts = torch.tensor(hard_positions(bench, count)).clamp(max=bench.semantics.largest_position - WIDTH)
@@ -248,23 +239,31 @@ def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -
     drafter = torch.randint(len(drafters), (count,), generator=generator)[request]
     drafts[request[judged], offset[judged]] = drafters[drafter, torch.arange(len(request))][judged]
     laws = torch.softmax(other.nan_to_num(0.0, 50.0, -50.0).clamp(-50.0, 50.0), -1)[judged]
-    return Work(Drafted(logits, params, seeds, starts, drafts, num_drafts.tolist(), laws), rows, own)
+    return Drafted(logits, params, seeds, starts, drafts, num_drafts.tolist(), laws), own
 
 
-def strays(work: Work, verified: Verified) -> Tensor:
+def matched(own: Sequence[int], drafts: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """What a request commits under match: its rows' own tokens from the root on, to the first that no child drafts."""
+    tokens, node = [own[0]], -1
+    for child, parent in enumerate(parents):  # behind its parent; of siblings with one id the first counts
+        if parent == node and drafts[child] == tokens[-1] >= 0:
+            node = child
+            tokens.append(own[child + 1])
+    return tokens
+
+
+def strays(drafted: Drafted, own: Tensor, verified: Verified, parents: Tensor | None = None) -> Tensor:
     """Which requests did not commit, under match, what the sampler draws row after row; bool ``[N]``."""
-    wrong, tokens_of_rows, start = [], work.own.tolist(), 0
-    for n, count in enumerate(work.drafted.num_drafts):
-        own, start = tokens_of_rows[start : start + count + 1], start + count + 1
-        drafts, accepted = work.drafted.drafts[n].tolist(), 0
-        # A request commits its own tokens up to the first that is not its draft.
-        while accepted < len(own) - 1 and own[accepted] == drafts[accepted] != -1:
-            accepted += 1
-        emitted, tokens = int(verified.num_emitted[n]), verified.token_ids[n].tolist()
+    wrong, own_tokens, start = [], own.tolist(), 0
+    for n, count in enumerate(drafted.num_drafts):
+        tree = range(-1, count - 1) if parents is None else parents[n].tolist()
+        wanted = matched(own_tokens[start : start + count + 1], drafted.drafts[n].tolist(), tree)
+        start += count + 1
+        emitted = int(verified.num_emitted[n])
         # A token of -1, where a row has none, may be counted as emitted or not.
-        lengths = (accepted + 1, accepted) if own[accepted] < 0 else (accepted + 1,)
-        fits = emitted in lengths and int(verified.num_accepted[n]) == accepted
-        wrong.append(not fits or tokens[:emitted] != own[:emitted])
+        fits = emitted == len(wanted) or (emitted == len(wanted) - 1 and wanted[-1] < 0)
+        fits &= int(verified.num_accepted[n]) == len(wanted) - 1
+        wrong.append(not fits or verified.token_ids[n, :emitted].tolist() != wanted[:emitted])
     return torch.tensor(wrong, dtype=torch.bool)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from compiled_sampler.conformance.rows import (
     VOCAB,
     WIDE_VOCAB,
     Batch,
-    Work,
     committed,
     drafted_rows,
     mixed_batch,
@@ -137,20 +136,25 @@ def requests_vocab(bench: Bench) -> int:
     return VOCAB if bench.effort.rows < MANY_ROWS else MANY_VOCAB
 
 
-def works(bench: Bench, rule: str) -> Iterator[Work]:
-    """Requests with drafts of every family in turn; under rules that take no laws of drafts, they are one-hot."""
+def works(bench: Bench, rule: str) -> Iterator[tuple[Drafted, Tensor]]:
+    """Requests with drafts of every family in turn, one-hot where a rule takes no laws, and what their rows draw."""
     requests = requests_of(bench.effort, rule)
     size = min(REQUESTS, -(-requests // NUM_FAMILIES))
     has_laws = rule != "match" and "probabilities" in bench.semantics.draft_kinds
     for number, start in enumerate(range(0, requests, size)):
         count = min(size, requests - start)
-        work = drafted_rows(bench, count, requests_vocab(bench), 1 + number % NUM_FAMILIES)
-        yield work if has_laws else work._replace(drafted=work.drafted._replace(probs=None))
+        drafted, own = drafted_rows(bench, count, requests_vocab(bench), 1 + number % NUM_FAMILIES)
+        yield drafted if has_laws else drafted._replace(probs=None), own
 
 
-def _describe_request(drafted: Drafted, n: int) -> str:
-    where = f"request {n}: {drafted.params[n]}, seed {drafted.seeds[n]}, position {int(drafted.positions[n])}"
-    return f"{where}, drafts {drafted.drafts[n, : drafted.num_drafts[n]].tolist()}"
+def differing(path: str, drafted: Drafted, differs: Tensor) -> Count:
+    """The count of requests that differ on a path."""
+
+    def describe(n: int) -> str:
+        where = f"request {n}: {drafted.params[n]}, seed {drafted.seeds[n]}, position {int(drafted.positions[n])}"
+        return f"{where}, drafts {drafted.drafts[n, : drafted.num_drafts[n]].tolist()}"
+
+    return counted(path, differs, describe)
 
 
 @question(
@@ -162,28 +166,24 @@ def stream(bench: Bench) -> Finding:
     bench.method("verify", VOCAB)
     bench.needs("match" in bench.semantics.rules, "no rule match")
     bench.needs_row_seeds()
-    counts: list[Count] = []
-    for work in works(bench, "match"):
-        wrong = strays(work, bench.verify(work.drafted, "match"))
-        describe = functools.partial(_describe_request, work.drafted)
-        counts.append(counted("match, row after row without drafts", wrong, describe))
-    return judged(counts, "requests")
+    path = "match, row after row without drafts"
+    compared = ((drafted, strays(drafted, own, bench.verify(drafted))) for drafted, own in works(bench, "match"))
+    return judged((differing(path, drafted, wrong) for drafted, wrong in compared), "requests")
 
 
-def verified(bench: Bench, rules: Sequence[str]) -> Iterator[Count]:
+def verified(bench: Bench) -> Iterator[Count]:
     """Counts of requests that commit something else on another path, by rule."""
     vocab_size = requests_vocab(bench)
     others = paths_of(bench, vocab_size)
     others = {path: other for path, other in others.items() if hasattr(other.adapter(vocab_size), "verify")}
     if not others:
         raise NotAsked("no other path has verify")
-    for rule in rules:
-        for work in works(bench, rule):
-            elsewhere = {path: committed(other.verify(work.drafted, rule)) for path, other in others.items()}
-            wanted = committed(bench.verify(work.drafted, rule))  # last: another path may compile all stages at once
+    for rule in bench.semantics.rules:
+        for drafted, _ in works(bench, rule):
+            elsewhere = {path: committed(other.verify(drafted, rule)) for path, other in others.items()}
+            wanted = committed(bench.verify(drafted, rule))  # last: another path may compile all stages at once
             for path, rows in elsewhere.items():
-                describe = functools.partial(_describe_request, work.drafted)
-                yield counted(f"{rule}, {path}", (rows != wanted).any(-1), describe)
+                yield differing(f"{rule}, {path}", drafted, (rows != wanted).any(-1))
 
 
 @question(
@@ -195,4 +195,4 @@ def commits_on_other_paths(bench: Bench) -> Finding:
     bench.method("verify", VOCAB)
     bench.needs(bool(bench.semantics.rules), "rules=()")
     bench.needs_row_seeds()
-    return judged(verified(bench, bench.semantics.rules), "requests")
+    return judged(verified(bench), "requests")

@@ -24,7 +24,7 @@ from compiled_sampler.conformance.evidence import (
     variation,
 )
 from compiled_sampler.conformance.question import Finding, question
-from compiled_sampler.conformance.rows import VOCAB, is_clear, oracle_law
+from compiled_sampler.conformance.rows import VOCAB, is_clear, matched, oracle_law, strays
 
 LIVE = 4  # tokens that target and drafter use: ids below it
 WIDTH, POSITION = 2, 10  # drafts of a trial, and where its first token is drawn
@@ -204,9 +204,9 @@ def impossible(bench: Bench, kind: str) -> Finding:
             probs = torch.zeros(count * WIDTH, VOCAB)
             probs[:, :LIVE], probs[:, dead] = 0.1, 1.0 - 0.1 * (LIVE - (dead < LIVE))
         drafted = alike(bench, game, torch.full((count, WIDTH), dead), probs)
-        accepted = (bench.verify(drafted, rule).num_accepted > 0).nonzero()[:, 0].tolist()
-        if accepted:
-            n = accepted[0]
+        accepted = bench.verify(drafted, rule).num_accepted > 0
+        if accepted.any():
+            n = int(accepted.nonzero()[0])
             where = f"row {n}, {params}, seed {drafted.seeds[n]}, position {POSITION}"
             return Finding(False, f"{rule}: draft {dead} of probability 0 was accepted; {where}")
     return Finding(True, f"{', '.join(rules)}: {count} drafts")
@@ -237,9 +237,9 @@ def out_of_range(bench: Bench) -> Finding:
         drafts = bad[torch.arange(count) % len(bad)][:, None].repeat(1, WIDTH)
         verified = bench.verify(alike(bench, game, drafts, None), rule)
         first, accepted = verified.token_ids[:, 0], verified.num_accepted
-        wrong = ((accepted > 0) | (verified.num_emitted != 1) | (first < 0) | (first >= VOCAB)).nonzero()[:, 0].tolist()
-        if wrong:
-            n = wrong[0]
+        wrong = (accepted > 0) | (verified.num_emitted != 1) | (first < 0) | (first >= VOCAB)
+        if wrong.any():
+            n = int(wrong.nonzero()[0])
             counts = f"{int(accepted[n])} accepted, {int(verified.num_emitted[n])} emitted, token {int(first[n])}"
             return Finding(False, f"{rule}: draft {int(drafts[n, 0])} of {VOCAB} tokens: {counts}")
         # The token in the draft's place has the target's law.
@@ -271,12 +271,14 @@ def counters(bench: Bench) -> Finding:
 
 def ragged(trials: Drafted) -> Drafted:
     """The same trials with 0, 1 and 2 drafts in turn."""
-    kept = [n % (WIDTH + 1) for n in range(len(trials.seeds))]
-    rows = [n * (WIDTH + 1) + j for n, k in enumerate(kept) for j in range(k + 1)]
-    drafted = [n * WIDTH + j for n, k in enumerate(kept) for j in range(k)]
-    drafts = torch.where(torch.arange(WIDTH) < torch.tensor(kept)[:, None], trials.drafts, -1)
-    probs = None if trials.probs is None else trials.probs[drafted]
-    return trials._replace(logits=trials.logits[rows], drafts=drafts, num_drafts=kept, probs=probs)
+    counts = torch.arange(len(trials.seeds)) % (WIDTH + 1)
+    is_row, is_draft = torch.arange(WIDTH + 1) <= counts[:, None], torch.arange(WIDTH) < counts[:, None]
+    return trials._replace(
+        logits=trials.logits[is_row.flatten()],
+        drafts=torch.where(is_draft, trials.drafts, -1),
+        num_drafts=counts.tolist(),
+        probs=None if trials.probs is None else trials.probs[is_draft.flatten()],
+    )
 
 
 @question("verification.trees", "trees of drafts commit the tokens of sampling", one_in(COUNTED, "trees"))
@@ -284,30 +286,24 @@ def trees(bench: Bench) -> Finding:
     bench.method("verify_trees", VOCAB)
     bench.needs_row_seeds()
     nodes, rows = 6, 7
-    parents = [[int(bench.rng.integers(-1, node)) for node in range(nodes)] for _ in range(COUNTED)]
-    depths = [[0] for _ in parents]
-    for depth, tree in zip(depths, parents, strict=True):
-        for parent in tree:
-            depth.append(depth[parent + 1] + 1)
+    parents = torch.tensor([[int(bench.rng.integers(-1, node)) for node in range(nodes)] for _ in range(COUNTED)])
+    depths = torch.zeros(COUNTED, rows, dtype=torch.int64)
+    for node in range(nodes):
+        depths[:, node + 1] = depths.gather(1, parents[:, node : node + 1] + 1)[:, 0] + 1
     params, seeds = (bench.supported([Params(top_k=3)]) or [Params()])[0], bench.new_seeds(COUNTED)
     logits = torch.from_numpy(bench.rng.standard_normal((COUNTED * rows, VOCAB))).float()
-    places, of_rows = torch.tensor(depths).flatten() + POSITION, [seed for seed in seeds for _ in range(rows)]
-    own = bench.sample(logits, [params] * len(logits), of_rows, places).view(COUNTED, rows)
-    drafts = own.gather(1, torch.tensor(parents) + 1)  # every draft is right, but for some
+    of_rows = [seed for seed in seeds for _ in range(rows)]
+    own = bench.sample(logits, [params] * len(logits), of_rows, depths.flatten() + POSITION)
+    drafts = own.view(COUNTED, rows).gather(1, parents + 1)  # every draft is right, but for some
     drafts = torch.where(torch.from_numpy(bench.rng.random(drafts.shape)) < 0.5, drafts, (drafts + 1) % VOCAB)
     first = torch.full((COUNTED,), POSITION)
     drafted = Drafted(logits, [params] * COUNTED, seeds, first, drafts, [nodes] * COUNTED, None)
-    verified = bench.verify_trees(drafted, torch.tensor(parents))
-    for n, tree in enumerate(parents):
-        wanted, node = [int(own[n, 0])], -1
-        while (
-            child := next((c for c in range(nodes) if tree[c] == node and drafts[n, c] == wanted[-1]), None)
-        ) is not None:
-            node = child
-            wanted.append(int(own[n, node + 1]))
-        emitted, accepted = int(verified.num_emitted[n]), int(verified.num_accepted[n])
-        tokens = verified.token_ids[n, :emitted].tolist()
-        if tokens != wanted or accepted != len(wanted) - 1:
-            what = f"tokens {tokens}, {accepted} accepted, not {wanted}"
-            return Finding(False, f"{what}; tree {tree}, drafts {drafts[n].tolist()}, seed {seeds[n]}, {params}")
+    verified = bench.verify(drafted, parents=parents)
+    wrong = strays(drafted, own, verified, parents)
+    if wrong.any():
+        n = int(wrong.nonzero()[0])
+        tree, ids, wanted = parents[n].tolist(), drafts[n].tolist(), own.view(COUNTED, rows)[n].tolist()
+        tokens = verified.token_ids[n, : int(verified.num_emitted[n])].tolist()
+        what = f"tokens {tokens}, {int(verified.num_accepted[n])} accepted, not {matched(wanted, ids, tree)}"
+        return Finding(False, f"{what}; tree {tree}, drafts {ids}, seed {seeds[n]}, {params}")
     return Finding(True, f"{COUNTED} trees of {nodes} nodes", one_in(COUNTED, "trees"))

@@ -9,7 +9,8 @@ import torch
 from compiled_sampler.conformance import QUICK, Bench, Effort, Outcome, Semantics, ask, chosen, ours, peers
 from compiled_sampler.conformance.evidence import FALSE_ALARM
 from compiled_sampler.conformance.ours import Graph
-from compiled_sampler.conformance.questions import QUESTIONS, cost, law
+from compiled_sampler.conformance.questions import cost, law
+from compiled_sampler.conformance.suite import QUESTIONS
 from tests.compiled_sampler.conformance.adapters import broken_adapters
 from tests.compiled_sampler.conformance.adapters.broken_adapters import (
     ALSO_FOUND,
