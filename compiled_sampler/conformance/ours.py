@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -51,7 +51,7 @@ def added(sampler: Sampler, params: Sequence[Params], seeds: Seeds) -> tuple[lis
     return chosen, list(slots.values())
 
 
-@contextmanager
+@contextlib.contextmanager
 def holding(sampler: Sampler, params: Sequence[Params], seeds: Seeds) -> Iterator[list[int]]:
     """The slot of each row, while the requests are held."""
     chosen, taken = added(sampler, params, seeds)
@@ -78,13 +78,12 @@ class Ours:
     def versions() -> dict[str, str]:
         """The version of this package, and the commit where it is a checkout or the environment has ``COMMIT``."""
         versions, commit = {"compiled-sampler": compiled_sampler.__version__}, os.environ.get("COMMIT")
-        if commit is None:
-            command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-            try:
+        root = Path(__file__).parents[2]
+        if commit is None and (root / ".git").exists():  # not that of a repository which an environment lies in
+            command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):
                 commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-            except (OSError, subprocess.CalledProcessError):
-                return versions
-        return versions | {"commit": commit}
+        return versions | ({"commit": commit} if commit else {})
 
     def _sampler(self, dtype: torch.dtype) -> Sampler:
         """The sampler of a dtype; where graphs are captured, small batches are replayed."""
@@ -262,7 +261,7 @@ class Replayed(Graph):
             return self._verified(sampler, drafted, rule)
 
 
-@contextmanager
+@contextlib.contextmanager
 def served_by_graphs(sampler: Sampler) -> Iterator[None]:
     """Calls of the sampler, with RuntimeError if one was not served by a graph, or there was none."""
     before = sampler.statistics()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,9 +35,7 @@ HARD_PARAMS = (
 
 NUM_REQUESTS = 240  # parameters with a seed that the rows of a batch share
 
-NUM_FAMILIES = 5
-"""Kinds of requests, of which a batch takes the first few: greedy, no filter, min_p, then top_k, narrow and wide, with
-top_p and min_p."""
+NUM_FAMILIES = 5  # kinds of requests, of which a batch takes the first few, so that every route is taken
 
 SEEDS = (0, 1, -1, -(2**63), 2**63, 2**64 - 1)
 POSITIONS = (0, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1)
@@ -45,7 +43,6 @@ POSITIONS = (0, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1)
 TEMPERATURES = (1e-5, 0.1, 0.7, 1.0, math.log2(math.e), 3.0, 1e30)
 TOP_P = (1e-9, 0.1, 0.25, 0.5, 0.9, 0.999, 1.0 - 2.0**-53, 1.0)
 MIN_P = (0.0, 0.0, 1e-12, 0.05, 0.5, 1.0)
-NARROW = (1, 2, 5, 50, 64)
 
 WIDTH = 8  # drafts of a request among hard rows, at most
 REQUESTS = 256  # of a batch
@@ -142,22 +139,25 @@ def kinds(semantics: Semantics, *, may_be_empty: bool = True) -> list[Callable[[
     return [kind for needs, kind in KINDS if needs not in barred]
 
 
+def families(vocab_size: int) -> tuple[dict[str, tuple[Any, ...]], ...]:
+    """What the parameters of each of NUM_FAMILIES kinds of requests are picked from."""
+    narrow, wide = (1, 2, 5, 50, 64), (0, 65, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1)
+    with_min_p = {"temperature": TEMPERATURES, "min_p": MIN_P}
+    return (
+        {"temperature": (0.0,)},
+        {"temperature": TEMPERATURES},
+        with_min_p,
+        with_min_p | {"top_p": TOP_P, "top_k": narrow},
+        with_min_p | {"top_p": TOP_P, "top_k": wide},
+    )
+
+
 def hard_requests(bench: Bench, count: int, vocab_size: int, num_families: int) -> tuple[list[Params], list[int]]:
     """Parameters and seeds of rows that share NUM_REQUESTS requests, of the first families that are supported."""
-    wide = (0, 65, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1)
-
-    def one(family: int) -> Params:
-        if family == 0:
-            return Params(temperature=0.0)
-        temperature = TEMPERATURES[bench.rng.integers(len(TEMPERATURES))]
-        min_p = MIN_P[bench.rng.integers(len(MIN_P))] if family > 1 else 0.0
-        if family < 3:
-            return Params(temperature, min_p=min_p)
-        top_k = (NARROW, wide)[family - 3]
-        top_p = TOP_P[bench.rng.integers(len(TOP_P))]
-        return Params(temperature, top_k[bench.rng.integers(len(top_k))], top_p, min_p)
-
-    params = bench.supported([one(n % num_families) for n in range(NUM_REQUESTS)])
+    choices = families(vocab_size)[:num_families]
+    requests = (choices[n % num_families].items() for n in range(NUM_REQUESTS))
+    picked = [Params(**{name: values[bench.rng.integers(len(values))] for name, values in each}) for each in requests]
+    params = bench.supported(picked)
     bench.needs(bool(params), f"unsupported={sorted(bench.semantics.unsupported)}")
     first, last = bench.semantics.seed_range
     random = bench.rng.integers(max(first, -(2**63)), min(last, 2**63 - 1), len(params))
@@ -194,8 +194,8 @@ def at_the_edge(bench: Bench, batch: Batch) -> Tensor:
     """The rows with one logit moved to where one ulp of it decides whether its token is drawn, float32 ``[R, V]``."""
     rows, vocab_size = batch.logits.shape
     tokens = torch.from_numpy(bench.rng.integers(0, vocab_size, rows))[:, None]
-    largest = _key(torch.tensor([min(bench.semantics.largest_logit, 1e38)]))
-    low, high = (-largest).repeat(rows), largest.repeat(rows)
+    largest = torch.tensor(min(bench.semantics.largest_logit, 1e38)).view(torch.int32).item()
+    low, high = torch.full((rows,), -largest), torch.full((rows,), largest)
     for _ in range(32):  # bisection; a row whose token that logit cannot change is left as it ends
         middle = (low + high) // 2
         moved = batch.logits.scatter(1, tokens, _float(middle)[:, None])
@@ -205,14 +205,8 @@ def at_the_edge(bench: Bench, batch: Batch) -> Tensor:
     return batch.logits.scatter(1, tokens, _float(side)[:, None])
 
 
-def _key(x: Tensor) -> Tensor:
-    """Integers in the order of float32 numbers, int64; neighbours are one ulp apart, and ``-x`` has minus the key."""
-    bits = x.view(torch.int32).long()
-    return torch.where(bits < 0, -(bits + 2**31), bits)
-
-
 def _float(key: Tensor) -> Tensor:
-    """The float32 numbers of keys."""
+    """The float32 numbers of integers in their order, where neighbours are one ulp apart and 0 is 0."""
     return key.abs().to(torch.int32).view(torch.float32) * torch.where(key < 0, -1.0, 1.0)
 
 

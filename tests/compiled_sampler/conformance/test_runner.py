@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiled_sampler.conformance import QUICK, Bench, Outcome, Semantics, ask, chosen, fresh_process, report, run
-from compiled_sampler.conformance.__main__ import main
+from compiled_sampler.conformance import QUICK, Bench, Outcome, Semantics, ask, chosen, fresh_process, run
+from compiled_sampler.conformance.__main__ import main, store
 from compiled_sampler.conformance.bench import SHIPPED, find_target
 from compiled_sampler.conformance.fresh_process import NotStarted, call
 from tests.compiled_sampler.conformance.adapters.race_adapter import Race
@@ -77,10 +77,10 @@ def test_a_right_sampler_exits_with_0_and_writes_json(right, capsys, tmp_path):
 
 def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
-    report.store(path, "old")
-    monkeypatch.setattr(report.Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("planted")))
+    store(path, "old")
+    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("planted")))
     with pytest.raises(OSError, match="planted"):
-        report.store(path, "new")
+        store(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

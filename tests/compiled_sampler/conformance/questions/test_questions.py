@@ -143,7 +143,7 @@ class Simulated:
 def device(monkeypatch):
     """The simulated device, instead of the one that is measured."""
     made = Simulated()
-    monkeypatch.setattr(cost, "device_of", lambda bench: made)
+    monkeypatch.setattr(cost, "Device", lambda bench: made)
     allocates, waits = Allocates.replayed, Waits.replayed
 
     def counted(self, tokens):
