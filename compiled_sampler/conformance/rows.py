@@ -261,6 +261,15 @@ def strays(drafted: Drafted, own: Tensor, verified: Verified, parents: Tensor | 
     return torch.tensor(wrong, dtype=torch.bool)
 
 
+def first_of(wrong: Tensor, drafted: Drafted, verified: Verified) -> str:
+    """What was committed of the first request that is wrong, and what repeats it, besides its logits."""
+    n = int(wrong.nonzero()[0])
+    tokens, num_emitted, num_accepted = (field[n].tolist() for field in verified)
+    where = f"request {n}: {drafted.params[n]}, seed {drafted.seeds[n]}, position {int(drafted.positions[n])}"
+    drafts = drafted.drafts[n, : drafted.num_drafts[n]].tolist()
+    return f"tokens {tokens}, {num_emitted} emitted, {num_accepted} accepted; {where}, drafts {drafts}"
+
+
 def committed(verified: Verified) -> Tensor:
     """Tokens ``[N, K+1]`` that are committed, -1 behind them, with both counts: int64 ``[N, K+3]``."""
     places = torch.arange(verified.token_ids.shape[1])

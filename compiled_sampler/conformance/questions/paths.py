@@ -21,6 +21,7 @@ from compiled_sampler.conformance.rows import (
     Batch,
     committed,
     drafted_rows,
+    first_of,
     mixed_batch,
     strays,
 )
@@ -58,10 +59,9 @@ def paths_of(bench: Bench, vocab_size: int) -> dict[str, Bench]:
     return {name: Bench(target, None, bench.device, bench.effort, bench.seed) for name, target in targets.items()}
 
 
-def counted(path: str, differs: Tensor, describe: Callable[[int], str]) -> Count:
+def counted(path: str, differs: Tensor, describe: Callable[[Tensor], str]) -> Count:
     """The count of a comparison, with the first row that differs in words."""
-    wrong = differs.nonzero()[:, 0].tolist()
-    return Count(path, len(differs), len(wrong), describe(wrong[0]) if wrong else "")
+    return Count(path, len(differs), int(differs.sum()), describe(differs) if differs.any() else "")
 
 
 def judged(counts: Iterable[Count], what: str) -> Finding:
@@ -110,10 +110,11 @@ def sampled(bench: Bench, vocab_size: int, dtype: torch.dtype, rows: int) -> Ite
             if status is not None and wanted_status is not None:
                 pairs = zip(status, order.tolist(), strict=True)
                 differs |= torch.tensor([names != wanted_status[row] for names, row in pairs])
-            yield counted(path, differs, functools.partial(_describe_row, moved, tokens))
+            yield counted(path, differs, functools.partial(_first_row, moved, tokens))
 
 
-def _describe_row(batch: Batch, tokens: Tensor, row: int) -> str:
+def _first_row(batch: Batch, tokens: Tensor, differs: Tensor) -> str:
+    row = int(differs.nonzero()[0])
     return f"token {int(tokens[row])}, V = {batch.logits.shape[1]}, {batch.logits.dtype}, {batch.describe(row)}"
 
 
@@ -147,16 +148,6 @@ def works(bench: Bench, rule: str) -> Iterator[tuple[Drafted, Tensor]]:
         yield drafted if has_laws else drafted._replace(probs=None), own
 
 
-def differing(path: str, drafted: Drafted, differs: Tensor) -> Count:
-    """The count of requests that differ on a path."""
-
-    def describe(n: int) -> str:
-        where = f"request {n}: {drafted.params[n]}, seed {drafted.seeds[n]}, position {int(drafted.positions[n])}"
-        return f"{where}, drafts {drafted.drafts[n, : drafted.num_drafts[n]].tolist()}"
-
-    return counted(path, differs, describe)
-
-
 @question(
     "verification.stream",
     "match keeps the tokens of a request without drafts",
@@ -166,12 +157,15 @@ def stream(bench: Bench) -> Finding:
     bench.method("verify", VOCAB)
     bench.needs("match" in bench.semantics.rules, "no rule match")
     bench.needs_row_seeds()
-    path = "match, row after row without drafts"
-    compared = ((drafted, strays(drafted, own, bench.verify(drafted))) for drafted, own in works(bench, "match"))
-    return judged((differing(path, drafted, wrong) for drafted, wrong in compared), "requests")
+    counts = []
+    for drafted, own in works(bench, "match"):
+        verified = bench.verify(drafted)
+        describe = functools.partial(first_of, drafted=drafted, verified=verified)
+        counts.append(counted("match, row after row without drafts", strays(drafted, own, verified), describe))
+    return judged(counts, "requests")
 
 
-def verified(bench: Bench) -> Iterator[Count]:
+def commits(bench: Bench) -> Iterator[Count]:
     """Counts of requests that commit something else on another path, by rule."""
     vocab_size = requests_vocab(bench)
     others = paths_of(bench, vocab_size)
@@ -180,10 +174,11 @@ def verified(bench: Bench) -> Iterator[Count]:
         raise NotAsked("no other path has verify")
     for rule in bench.semantics.rules:
         for drafted, _ in works(bench, rule):
-            elsewhere = {path: committed(other.verify(drafted, rule)) for path, other in others.items()}
+            elsewhere = {path: other.verify(drafted, rule) for path, other in others.items()}
             wanted = committed(bench.verify(drafted, rule))  # last: another path may compile all stages at once
-            for path, rows in elsewhere.items():
-                yield differing(f"{rule}, {path}", drafted, (rows != wanted).any(-1))
+            for path, verified in elsewhere.items():
+                describe = functools.partial(first_of, drafted=drafted, verified=verified)
+                yield counted(f"{rule}, {path}", (committed(verified) != wanted).any(-1), describe)
 
 
 @question(
@@ -195,4 +190,4 @@ def commits_on_other_paths(bench: Bench) -> Finding:
     bench.method("verify", VOCAB)
     bench.needs(bool(bench.semantics.rules), "rules=()")
     bench.needs_row_seeds()
-    return judged(verified(bench), "requests")
+    return judged(commits(bench), "requests")

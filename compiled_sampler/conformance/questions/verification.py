@@ -24,7 +24,7 @@ from compiled_sampler.conformance.evidence import (
     variation,
 )
 from compiled_sampler.conformance.question import Finding, question
-from compiled_sampler.conformance.rows import VOCAB, is_clear, matched, oracle_law, strays
+from compiled_sampler.conformance.rows import VOCAB, first_of, is_clear, matched, oracle_law, strays
 
 LIVE = 4  # tokens that target and drafter use: ids below it
 WIDTH, POSITION = 2, 10  # drafts of a trial, and where its first token is drawn
@@ -204,11 +204,10 @@ def impossible(bench: Bench, kind: str) -> Finding:
             probs = torch.zeros(count * WIDTH, VOCAB)
             probs[:, :LIVE], probs[:, dead] = 0.1, 1.0 - 0.1 * (LIVE - (dead < LIVE))
         drafted = alike(bench, game, torch.full((count, WIDTH), dead), probs)
-        accepted = bench.verify(drafted, rule).num_accepted > 0
-        if accepted.any():
-            n = int(accepted.nonzero()[0])
-            where = f"row {n}, {params}, seed {drafted.seeds[n]}, position {POSITION}"
-            return Finding(False, f"{rule}: draft {dead} of probability 0 was accepted; {where}")
+        verified = bench.verify(drafted, rule)
+        if (accepted := verified.num_accepted > 0).any():
+            where = first_of(accepted, drafted, verified)
+            return Finding(False, f"{rule}: draft {dead} of probability 0 was accepted: {where}")
     return Finding(True, f"{', '.join(rules)}: {count} drafts")
 
 
@@ -234,14 +233,12 @@ def out_of_range(bench: Bench) -> Finding:
     least, bad = 1.0, torch.tensor([-1, VOCAB, 2**31 - 1, -(2**31)])
     for rule in rules:
         game = new_game(bench, Params())
-        drafts = bad[torch.arange(count) % len(bad)][:, None].repeat(1, WIDTH)
-        verified = bench.verify(alike(bench, game, drafts, None), rule)
-        first, accepted = verified.token_ids[:, 0], verified.num_accepted
-        wrong = (accepted > 0) | (verified.num_emitted != 1) | (first < 0) | (first >= VOCAB)
+        drafted = alike(bench, game, bad[torch.arange(count) % len(bad)][:, None].repeat(1, WIDTH), None)
+        verified = bench.verify(drafted, rule)
+        first = verified.token_ids[:, 0]
+        wrong = (verified.num_accepted > 0) | (verified.num_emitted != 1) | (first < 0) | (first >= VOCAB)
         if wrong.any():
-            n = int(wrong.nonzero()[0])
-            counts = f"{int(accepted[n])} accepted, {int(verified.num_emitted[n])} emitted, token {int(first[n])}"
-            return Finding(False, f"{rule}: draft {int(drafts[n, 0])} of {VOCAB} tokens: {counts}")
+            return Finding(False, f"{rule}, {VOCAB} tokens: {first_of(wrong, drafted, verified)}")
         # The token in the draft's place has the target's law.
         least = min(least, multinomial_p_value(np.bincount(first.numpy(), minlength=VOCAB), game.target_laws[0][0]))
     detail = f"{', '.join(rules)}: drafts {bad.tolist()}, {count} each (p < {least:.0e})"
@@ -257,14 +254,13 @@ def counters(bench: Bench) -> Finding:
         game = new_game(bench, Params())
         drafted = ragged(new_trials(bench, game, [*bench.semantics.draft_kinds, "one_hot"][0], rule, COUNTED))
         verified = bench.verify(drafted, rule)
-        for n, num_drafts in enumerate(drafted.num_drafts):
-            emitted, accepted = int(verified.num_emitted[n]), int(verified.num_accepted[n])
-            tokens, drafts = verified.token_ids[n].tolist(), drafted.drafts[n].tolist()
-            fits = emitted == accepted + 1 and 0 <= accepted <= num_drafts
-            if not (fits and tokens[:accepted] == drafts[:accepted] and 0 <= tokens[accepted] < VOCAB):
-                counts = f"{accepted} accepted and {emitted} emitted of {num_drafts} drafts {drafts}, tokens {tokens}"
-                where = f"row {n}, seed {drafted.seeds[n]}, position {POSITION}"
-                return Finding(False, f"{rule}: {counts}; {where}")
+        tokens, emitted, accepted = verified
+        last = tokens.gather(1, accepted.clamp(0, WIDTH)[:, None])[:, 0]
+        fits = (emitted == accepted + 1) & (accepted >= 0) & (accepted <= torch.tensor(drafted.num_drafts))
+        agrees = (tokens[:, :WIDTH] == drafted.drafts) | (torch.arange(WIDTH) >= accepted[:, None])
+        wrong = ~(fits & agrees.all(1) & (last >= 0) & (last < VOCAB))
+        if wrong.any():
+            return Finding(False, f"{rule}: {first_of(wrong, drafted, verified)}")
     total = COUNTED * len(rules)
     return Finding(True, f"{', '.join(rules)}: {total} requests of 0, 1 and 2 drafts", one_in(total, "requests"))
 
@@ -302,8 +298,6 @@ def trees(bench: Bench) -> Finding:
     wrong = strays(drafted, own, verified, parents)
     if wrong.any():
         n = int(wrong.nonzero()[0])
-        tree, ids, wanted = parents[n].tolist(), drafts[n].tolist(), own.view(COUNTED, rows)[n].tolist()
-        tokens = verified.token_ids[n, : int(verified.num_emitted[n])].tolist()
-        what = f"tokens {tokens}, {int(verified.num_accepted[n])} accepted, not {matched(wanted, ids, tree)}"
-        return Finding(False, f"{what}; tree {tree}, drafts {ids}, seed {seeds[n]}, {params}")
+        wanted = matched(own.view(COUNTED, rows)[n].tolist(), drafts[n].tolist(), parents[n].tolist())
+        return Finding(False, f"not {wanted}: {first_of(wrong, drafted, verified)}, tree {parents[n].tolist()}")
     return Finding(True, f"{COUNTED} trees of {nodes} nodes", one_in(COUNTED, "trees"))

@@ -75,6 +75,11 @@ def test_a_right_sampler_that_writes_its_logits_fails_one_question_unless_it_dec
     assert {each.question for each in results if each.outcome is Outcome.FAILED} == failed
 
 
+def test_a_sampler_that_declares_no_order_of_greedy_ties_may_take_any():
+    result = ask(bench_of(broken_adapters.TakesAnyOfTies), *chosen(["robustness.infinity"]))
+    assert result.outcome is Outcome.PASSED, result
+
+
 @pytest.mark.parametrize("target", [broken_adapters.Undeclared, broken_adapters.DeclaresDict])
 def test_what_is_declared_wrongly_is_named(target):
     result = ask(bench_of(target), *chosen(["law.greedy"]))
