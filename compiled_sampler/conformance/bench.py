@@ -194,30 +194,26 @@ class Bench:
         """Tokens, and what is reported of each row, None where nothing is; of one draw, if they can be."""
         adapter: Any = self.adapter(logits.shape[1])
         if hasattr(adapter, "sample_with_status"):
-            rows = self._taken(params, seeds, positions)
-            tokens, status = adapter.sample_with_status(copied(logits, self.device), *rows)
-            return checked_tokens(tokens, (len(logits),)), [set(names) for names in status]
-        tokens = self.sample(logits, params, seeds, positions)
-        if not hasattr(adapter, "status"):
-            return tokens, None
-        status = adapter.status(copied(logits, self.device), *self._taken(params, seeds, positions))
+            tokens, status = adapter.sample_with_status(
+                copied(logits, self.device), *self._taken(params, seeds, positions)
+            )
+            tokens = checked_tokens(tokens, (len(logits),))
+        else:
+            tokens = self.sample(logits, params, seeds, positions)
+            if not hasattr(adapter, "status"):
+                return tokens, None
+            status = adapter.status(copied(logits, self.device), *self._taken(params, seeds, positions))
         return tokens, [set(names) for names in status]
 
-    def verify(self, drafted: Drafted, rule: str) -> Verified:
-        """What the adapter commits, on the CPU, of checked shapes; it gets copies."""
-        return self._verified(self.method("verify", drafted.logits.shape[1]), drafted, rule)
-
-    def verify_trees(self, drafted: Drafted, parents: Tensor) -> Verified:
-        """As ``verify``, of trees by the rule match."""
-        return self._verified(self.method("verify_trees", drafted.logits.shape[1]), drafted, parents.clone())
-
-    def _verified(self, verify: Any, drafted: Drafted, how: str | Tensor) -> Verified:
+    def verify(self, drafted: Drafted, rule: str = "match", parents: Tensor | None = None) -> Verified:
+        """What the adapter commits, on the CPU, of checked shapes; it gets copies. With ``parents`` of trees."""
+        verify = self.method("verify" if parents is None else "verify_trees", drafted.logits.shape[1])
         n, width = drafted.drafts.shape
         params, seeds, last = self._taken(drafted.params, drafted.seeds, drafted.positions + width)
         logits, drafts = copied(drafted.logits, self.device), copied(drafted.drafts, self.device)
         laws = None if drafted.probs is None else copied(drafted.probs, self.device)
-        given = Drafted(logits, params, seeds, last - width, drafts, list(drafted.num_drafts), laws)
-        tokens, emitted, accepted = verify(given, how)
+        copies = Drafted(logits, params, seeds, last - width, drafts, list(drafted.num_drafts), laws)
+        tokens, emitted, accepted = verify(copies, rule if parents is None else parents.clone())
         return Verified(
             checked_tokens(tokens, (n, width + 1)), checked_tokens(emitted, (n,)), checked_tokens(accepted, (n,))
         )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
@@ -20,7 +21,6 @@ from compiled_sampler.selfcheck.cases import by_compiled_stages
 
 T = TypeVar("T")
 
-SEMANTICS = Semantics(padded_vocab=True, largest_logit=2e38, rules=("match", "rejection", "block"))
 SLOTS, BUCKETS = 2**15, tuple(2**n for n in range(7))
 REPLAYED_VOCAB = 512
 """Of the comparisons of batches, whose small calls are replayed where graphs are captured; calls of laws are large."""
@@ -51,7 +51,7 @@ def added(sampler: Sampler, params: Sequence[Params], seeds: Seeds) -> tuple[lis
     return chosen, list(slots.values())
 
 
-@contextmanager
+@contextlib.contextmanager
 def holding(sampler: Sampler, params: Sequence[Params], seeds: Seeds) -> Iterator[list[int]]:
     """The slot of each row, while the requests are held."""
     chosen, taken = added(sampler, params, seeds)
@@ -60,6 +60,216 @@ def holding(sampler: Sampler, params: Sequence[Params], seeds: Seeds) -> Iterato
     finally:
         for slot in taken:
             sampler.remove_request(slot)
+
+
+class Ours:
+    """The sampler with the backend that it chooses itself; requests are added for a call and removed after it."""
+
+    semantics: ClassVar = Semantics(padded_vocab=True, largest_logit=2e38, rules=("match", "rejection", "block"))
+    backend: ClassVar[str] = "auto"
+    place: ClassVar[str | None] = None  # where it draws, wherever the logits are; None: where the adapter is made for
+    mode: ClassVar[str | None] = None  # of every sampling plan; None: the cheapest that covers the batch
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size, self.device = vocab_size, torch.device(self.place or device)
+        self._samplers: dict[object, Sampler] = {}
+
+    @staticmethod
+    def versions() -> dict[str, str]:
+        """The version of this package, and the commit where it is a checkout or the environment has ``COMMIT``."""
+        versions, commit = {"compiled-sampler": compiled_sampler.__version__}, os.environ.get("COMMIT")
+        root = Path(__file__).parents[2]
+        if commit is None and (root / ".git").exists():  # not that of a repository which an environment lies in
+            command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+            with contextlib.suppress(OSError, subprocess.CalledProcessError):
+                commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        return versions | ({"commit": commit} if commit else {})
+
+    def _sampler(self, dtype: torch.dtype) -> Sampler:
+        """The sampler of a dtype; where graphs are captured, small batches are replayed."""
+        if dtype not in self._samplers:
+            sampler = Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=BUCKETS)
+            if sampler.backend == "graph" and self.device.type == "cuda" and self.vocab_size == REPLAYED_VOCAB:
+                sampler.warmup()
+            self._samplers[dtype] = sampler
+        return self._samplers[dtype]
+
+    def _called(
+        self,
+        sampler: Sampler,
+        params: Sequence[Params],
+        seeds: Seeds,
+        call: Callable[..., T],
+        *arguments: object,
+        mode: str | None = None,
+        num_drafts: Sequence[int] | None = None,
+        **options: object,
+    ) -> T:
+        """What a call returns for a plan of the requests, which are held meanwhile; tensors are moved to the device."""
+        moved = [x.to(self.device) if isinstance(x, Tensor) else x for x in arguments]
+        with holding(sampler, params, seeds) as slots:
+            plan = sampler.plan(slots, mode, num_drafts)
+            return by_compiled_stages(sampler, functools.partial(call, plan, *moved, **options))
+
+    def _drawn(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
+        sampler = self._sampler(logits.dtype)
+        return self._called(sampler, params, seeds, sampler.sample, logits, positions, mode=self.mode)
+
+    def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
+        return self._drawn(logits, params, seeds, positions).token_ids
+
+    def status(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> list[set[str]]:
+        return self.sample_with_status(logits, params, seeds, positions)[1]
+
+    def sample_with_status(
+        self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor
+    ) -> tuple[Tensor, list[set[str]]]:
+        out = self._drawn(logits, params, seeds, positions)
+        return out.token_ids, [{name for bit, name in NAMES.items() if flags & bit} for flags in out.status.tolist()]
+
+    def probs(self, logits: Tensor, params: Sequence[Params]) -> Tensor:
+        sampler = self._sampler(logits.dtype)
+        return self._called(sampler, params, [0] * len(params), sampler.probs, logits)
+
+    def logprobs(self, logits: Tensor, params: Sequence[Params], token_ids: Tensor) -> Tensor:
+        few = self.vocab_size <= MOST_GIVEN
+        ids = list(range(self.vocab_size)) if few else sorted(set(token_ids.tolist()))
+        sampler, wanted = self._sampler(logits.dtype), Logprobs(of="filtered", token_ids=tuple(ids))
+        seeds, places = [0] * len(logits), torch.zeros(len(logits), dtype=torch.int64)
+        out = self._called(sampler, params, seeds, sampler.sample, logits, places, mode=self.mode, logprobs=wanted)
+        of_ids = None if out.logprobs is None else out.logprobs.given
+        assert of_ids is not None  # they were asked for
+        column = torch.searchsorted(torch.tensor(ids), token_ids.cpu()).to(self.device)
+        return of_ids.gather(1, column[:, None])[:, 0]
+
+    def draft(
+        self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor, offset: int, rule: str
+    ) -> Tensor:
+        sampler = self._sampler(logits.dtype)
+        arguments = logits, positions, rule == "match", offset
+        return self._called(sampler, params, seeds, sampler.draft, *arguments).drawn.token_ids
+
+    def verify(self, drafted: Drafted, rule: str) -> Verified:
+        return self._verified(self._sampler(drafted.logits.dtype), drafted, rule)
+
+    def verify_trees(self, drafted: Drafted, parents: Tensor) -> Verified:
+        return self._verified(self._sampler(drafted.logits.dtype), drafted, "match", parents.to(self.device))
+
+    def _verified(self, sampler: Sampler, drafted: Drafted, rule: str, parents: Tensor | None = None) -> Verified:
+        logits, params, seeds, positions, drafts, num_drafts, laws = drafted
+        laws = None if laws is None else laws.to(self.device)
+        verify = functools.partial(sampler.verify, parents=parents, draft_probs=laws)
+        arguments, mode = (logits, drafts, positions, rule), self.mode
+        out = self._called(sampler, params, seeds, verify, *arguments, mode=mode, num_drafts=num_drafts)
+        return Verified(out.token_ids, out.num_emitted, out.num_accepted)
+
+    @property
+    def capture(self) -> Callable[..., Callable[..., Tensor]] | None:
+        """Captures a call in a graph of its own, as an engine does; None where nothing can be captured."""
+
+        def capture(logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Callable[..., Tensor]:
+            step = CapturedStep(self._sampler(logits.dtype), logits, positions)
+            return lambda *rows: step(*rows).token_ids
+
+        return capture if self.device.type == "cuda" else None
+
+    def paths(self) -> dict[str, Target]:
+        """Every backend and route of this machine but its own."""
+        own = (self.backend, self.device.type, self.mode)
+        return {
+            name: path
+            for name, path in PATHS.items()
+            if (path.place == "cpu" or torch.cuda.is_available()) and (path.backend, path.place, path.mode) != own
+        }
+
+
+class Eager(Ours):
+    """Plain torch."""
+
+    backend = "eager"
+
+
+class Compiled(Ours):
+    """Compiled by Inductor."""
+
+    backend = "compiled"
+
+
+class Graph(Ours):
+    """Compiled and captured in CUDA graphs."""
+
+    backend = "graph"
+
+
+def placed(backend: type[Ours], device: str, mode_name: str | None = None) -> type[Ours]:
+    """An adapter of a backend that draws on one type of device, and in one mode if it is named."""
+
+    class Placed(backend):  # type: ignore[misc, valid-type]
+        place, mode = device, mode_name
+
+    return Placed
+
+
+class CompiledOnCpu(Compiled):
+    """Compiled by Inductor for the CPU."""
+
+    place = "cpu"
+    short_on = "cpu"
+    """Of short runs on a GPU, its C++ would take longer to compile than all else."""
+
+
+class Replayed(Graph):
+    """Calls that variants of the sampler's own graph cache serve; any other is an error."""
+
+    place = "cuda"
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        super().__init__(vocab_size, device)
+        self._warm: set[tuple[Sampler, str]] = set()
+
+    def _warmed(self, params: Sequence[Params], dtype: torch.dtype, way: Verification | None = None) -> Sampler:
+        """A sampler, for one way to verify or for sampling, with variants for the mode of such requests."""
+        if (dtype, way) not in self._samplers:
+            buckets, ways = (REPLAYED_BUCKETS, ()) if way is None else (REPLAYED_BUCKETS[-1:], (way,))
+            self._samplers[dtype, way] = Sampler(
+                self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=buckets, verifications=ways
+            )
+        sampler = self._samplers[dtype, way]
+        with holding(sampler, params, [0] * len(params)) as slots:
+            mode = sampler.plan(slots).mode.name
+        if (sampler, mode) not in self._warm:
+            sampler.warmup(modes=[mode])
+            self._warm.add((sampler, mode))
+        return sampler
+
+    def _drawn(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
+        """Many small calls of several sizes."""
+        results: list[SampleOutputs] = []
+        start, sampler = 0, self._warmed(params, logits.dtype)
+        while start < len(logits):
+            rows = slice(start, start + REPLAYED_ROWS[len(results) % len(REPLAYED_ROWS)])
+            with served_by_graphs(sampler):
+                requests, tensors = (params[rows], seeds[rows]), (logits[rows], positions[rows])
+                results.append(self._called(sampler, *requests, sampler.sample, *tensors))
+            start = rows.stop
+        return SampleOutputs(torch.cat([r.token_ids for r in results]), torch.cat([r.status for r in results]))
+
+    def verify(self, drafted: Drafted, rule: str) -> Verified:
+        way = Verification(rule, REPLAYED_WIDTH, "one_hot" if drafted.probs is None else "probabilities")
+        sampler = self._warmed(drafted.params, drafted.logits.dtype, way)
+        with served_by_graphs(sampler):
+            return self._verified(sampler, drafted, rule)
+
+
+@contextlib.contextmanager
+def served_by_graphs(sampler: Sampler) -> Iterator[None]:
+    """Calls of the sampler, with RuntimeError if one was not served by a graph, or there was none."""
+    before = sampler.statistics()
+    yield
+    after = sampler.statistics()
+    replays, others = after.replays - before.replays, after.direct_runs - before.direct_runs
+    if others or not replays:
+        raise RuntimeError(f"graphs must serve every call, got {replays} replays and {others} direct runs")
 
 
 def captured(sampler: Sampler, step: Callable[[], T]) -> Callable[[], T]:
@@ -91,11 +301,7 @@ class CapturedStep:
         plan = dataclasses.replace(plan, slot_ids=self._slots)
         self._replay = captured(sampler, lambda: sampler.sample(plan, self._logits, self._positions))
 
-    def __call__(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
-        """The token of each row, int64 ``[R]``; the next call overwrites it."""
-        return self.replay(logits, params, seeds, positions).token_ids
-
-    def replay(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
+    def __call__(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
         """Tokens and status of each row; the next call overwrites them."""
         # The same lists are further steps of the same requests, as in decoding: they add none.
         if self._params is not params or self._seeds is not seeds:
@@ -142,232 +348,10 @@ class CapturedVerification:
             return Verified(out.token_ids.cpu(), out.num_emitted.cpu(), out.num_accepted.cpu())
 
 
-class Ours:
-    """The sampler with the backend that it chooses itself; requests are added for a call and removed after it."""
-
-    semantics: ClassVar[Semantics] = SEMANTICS
-    backend: ClassVar[str] = "auto"
-    place: ClassVar[str | None] = None  # where it draws, wherever the logits are; None: where the adapter is made for
-    mode: ClassVar[str | None] = None  # of every sampling plan; None: the cheapest that covers the batch
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, torch.device(self.place or device)
-        self._samplers: dict[object, Sampler] = {}
-        self._warm: set[tuple[Sampler, str]] = set()
-
-    @staticmethod
-    def versions() -> dict[str, str]:
-        """The version of this package, and the commit where it is a checkout or the environment has ``COMMIT``."""
-        commit = os.environ.get("COMMIT")
-        if commit is None:
-            command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-            try:
-                commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-            except (OSError, subprocess.CalledProcessError):
-                return {"compiled-sampler": compiled_sampler.__version__}
-        return {"compiled-sampler": compiled_sampler.__version__, "commit": commit}
-
-    def _sampler(self, dtype: torch.dtype) -> Sampler:
-        """The sampler of a dtype; where graphs are captured, small batches are replayed."""
-        if dtype not in self._samplers:
-            sampler = Sampler(self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=BUCKETS)
-            if sampler.backend == "graph" and self.device.type == "cuda" and self.vocab_size == REPLAYED_VOCAB:
-                sampler.warmup()
-            self._samplers[dtype] = sampler
-        return self._samplers[dtype]
-
-    def _drawn(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
-        return self._drawn_by(self._sampler(logits.dtype), logits, params, seeds, positions)
-
-    def _drawn_by(
-        self, sampler: Sampler, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor
-    ) -> SampleOutputs:
-        with holding(sampler, params, seeds) as slots:
-            plan = sampler.plan(slots, self.mode)
-            x, places = logits.to(self.device), positions.to(self.device)
-            return by_compiled_stages(sampler, lambda: sampler.sample(plan, x, places))
-
-    def sample(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
-        return self._drawn(logits, params, seeds, positions).token_ids
-
-    def status(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> list[set[str]]:
-        return self.sample_with_status(logits, params, seeds, positions)[1]
-
-    def sample_with_status(
-        self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor
-    ) -> tuple[Tensor, list[set[str]]]:
-        out = self._drawn(logits, params, seeds, positions)
-        return out.token_ids, [{name for bit, name in NAMES.items() if flags & bit} for flags in out.status.tolist()]
-
-    def probs(self, logits: Tensor, params: Sequence[Params]) -> Tensor:
-        sampler = self._sampler(logits.dtype)
-        with holding(sampler, params, [0] * len(params)) as slots:
-            plan, x = sampler.plan(slots), logits.to(self.device)
-            return by_compiled_stages(sampler, lambda: sampler.probs(plan, x))
-
-    def logprobs(self, logits: Tensor, params: Sequence[Params], token_ids: Tensor) -> Tensor:
-        few = self.vocab_size <= MOST_GIVEN
-        ids = list(range(self.vocab_size)) if few else sorted(set(token_ids.tolist()))
-        sampler, wanted = self._sampler(logits.dtype), Logprobs(of="filtered", token_ids=tuple(ids))
-        places = torch.zeros(len(logits), dtype=torch.int64, device=self.device)
-        with holding(sampler, params, [0] * len(params)) as slots:
-            plan, x = sampler.plan(slots, self.mode), logits.to(self.device)
-            out = by_compiled_stages(sampler, lambda: sampler.sample(plan, x, places, logprobs=wanted))
-        of_ids = None if out.logprobs is None else out.logprobs.given
-        assert of_ids is not None  # they were asked for
-        column = torch.searchsorted(torch.tensor(ids), token_ids.cpu()).to(self.device)
-        return of_ids.gather(1, column[:, None])[:, 0]
-
-    def draft(
-        self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor, offset: int, rule: str
-    ) -> Tensor:
-        sampler = self._sampler(logits.dtype)
-        with holding(sampler, params, seeds) as slots:
-            plan, x, places = sampler.plan(slots), logits.to(self.device), positions.to(self.device)
-            drafted = by_compiled_stages(sampler, lambda: sampler.draft(plan, x, places, rule == "match", offset))
-            return drafted.drawn.token_ids
-
-    def verify(self, drafted: Drafted, rule: str) -> Verified:
-        return self._verified(self._sampler(drafted.logits.dtype), drafted, rule)
-
-    def verify_trees(self, drafted: Drafted, parents: Tensor) -> Verified:
-        return self._verified(self._sampler(drafted.logits.dtype), drafted, "match", parents.to(self.device))
-
-    def _verified(self, sampler: Sampler, drafted: Drafted, rule: str, parents: Tensor | None = None) -> Verified:
-        logits, drafts, positions = (
-            tensor.to(self.device) for tensor in (drafted.logits, drafted.drafts, drafted.positions)
-        )
-        laws = None if drafted.probs is None else drafted.probs.to(self.device)
-        with holding(sampler, drafted.params, drafted.seeds) as slots:
-            plan = sampler.plan(slots, self.mode, drafted.num_drafts)
-            tensors = logits, drafts, positions
-            out = by_compiled_stages(
-                sampler, lambda: sampler.verify(plan, *tensors, rule, parents=parents, draft_probs=laws)
-            )
-            return Verified(out.token_ids, out.num_emitted, out.num_accepted)
-
-    @property
-    def capture(self) -> Callable[..., CapturedStep] | None:
-        """Captures a call in a graph of its own, as an engine does; None where nothing can be captured."""
-
-        def capture(logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> CapturedStep:
-            return CapturedStep(self._sampler(logits.dtype), logits, positions)
-
-        return capture if self.device.type == "cuda" else None
-
-    def paths(self) -> dict[str, Target]:
-        """Every backend and route of this machine but its own."""
-        own = (self.backend, self.device.type, self.mode)
-        return {
-            name: path
-            for name, path in PATHS.items()
-            if (path.place == "cpu" or torch.cuda.is_available()) and (path.backend, path.place, path.mode) != own
-        }
-
-
-class Eager(Ours):
-    """Plain torch."""
-
-    backend = "eager"
-
-
-class Compiled(Ours):
-    """Compiled by Inductor."""
-
-    backend = "compiled"
-
-
-class Graph(Ours):
-    """Compiled and captured in CUDA graphs."""
-
-    backend = "graph"
-
-
-class EagerOnCpu(Eager):
-    """Plain torch on the CPU."""
-
-    place = "cpu"
-
-
-class CoveringOnCpu(EagerOnCpu):
-    """Plain torch on the CPU in the mode that covers every request, whatever the batch needs."""
-
-    mode = COVERING
-
-
-class CompiledOnCpu(Compiled):
-    """Compiled by Inductor for the CPU."""
-
-    place = "cpu"
-    short_on = "cpu"
-    """Of short runs on a GPU, its C++ would take longer to compile than all else."""
-
-
-class EagerOnCuda(Eager):
-    """Plain torch on the GPU."""
-
-    place = "cuda"
-
-
-class CompiledOnCuda(Compiled):
-    """Compiled by Inductor for the GPU, without graphs."""
-
-    place = "cuda"
-
-
-class Replayed(Graph):
-    """Calls that variants of the sampler's own graph cache serve; any other is an error."""
-
-    place = "cuda"
-
-    def _warmed(self, params: Sequence[Params], dtype: torch.dtype, way: Verification | None = None) -> Sampler:
-        """A sampler, for one way to verify or for sampling, with variants for the mode of such requests."""
-        if (dtype, way) not in self._samplers:
-            buckets, ways = (REPLAYED_BUCKETS, ()) if way is None else (REPLAYED_BUCKETS[-1:], (way,))
-            self._samplers[dtype, way] = Sampler(
-                self.vocab_size, SLOTS, self.device, dtype, self.backend, buckets=buckets, verifications=ways
-            )
-        sampler = self._samplers[dtype, way]
-        with holding(sampler, params, [0] * len(params)) as slots:
-            mode = sampler.plan(slots).mode.name
-        if (sampler, mode) not in self._warm:
-            sampler.warmup(modes=[mode])
-            self._warm.add((sampler, mode))
-        return sampler
-
-    def _drawn(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> SampleOutputs:
-        """Many small calls of several sizes."""
-        results: list[SampleOutputs] = []
-        start, sampler = 0, self._warmed(params, logits.dtype)
-        while start < len(logits):
-            rows = slice(start, start + REPLAYED_ROWS[len(results) % len(REPLAYED_ROWS)])
-            with served_by_graphs(sampler):
-                results.append(self._drawn_by(sampler, logits[rows], params[rows], seeds[rows], positions[rows]))
-            start = rows.stop
-        return SampleOutputs(torch.cat([r.token_ids for r in results]), torch.cat([r.status for r in results]))
-
-    def verify(self, drafted: Drafted, rule: str) -> Verified:
-        way = Verification(rule, REPLAYED_WIDTH, "one_hot" if drafted.probs is None else "probabilities")
-        sampler = self._warmed(drafted.params, drafted.logits.dtype, way)
-        with served_by_graphs(sampler):
-            return self._verified(sampler, drafted, rule)
-
-
-@contextmanager
-def served_by_graphs(sampler: Sampler) -> Iterator[None]:
-    """Calls of the sampler, with RuntimeError if one was not served by a graph, or there was none."""
-    before = sampler.statistics()
-    yield
-    after = sampler.statistics()
-    replays, others = after.replays - before.replays, after.direct_runs - before.direct_runs
-    if others or not replays:
-        raise RuntimeError(f"graphs must serve every call, got {replays} replays and {others} direct runs")
-
-
-class Captured(CompiledOnCuda):
+class Captured(Compiled):
     """Steps in graphs of an engine's own, one for each number of rows, in the mode that covers every request."""
 
-    mode = COVERING
+    place, mode = "cuda", COVERING
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         super().__init__(vocab_size, device)
@@ -378,7 +362,7 @@ class Captured(CompiledOnCuda):
         key = (logits.dtype, len(logits))
         if key not in self._steps:
             self._steps[key] = CapturedStep(self._sampler(logits.dtype), logits.to(self.device), positions)
-        out = self._steps[key].replay(logits, params, seeds, positions)
+        out = self._steps[key](logits, params, seeds, positions)
         return SampleOutputs(out.token_ids.clone(), out.status.clone())
 
     def verify(self, drafted: Drafted, rule: str) -> Verified:
@@ -390,11 +374,11 @@ class Captured(CompiledOnCuda):
 
 PATHS: dict[str, type[Ours]] = {
     "replayed": Replayed,
-    "eager CUDA": EagerOnCuda,
-    "compiled CUDA": CompiledOnCuda,
+    "eager CUDA": placed(Eager, "cuda"),
+    "compiled CUDA": placed(Compiled, "cuda"),
     "captured in an outer graph": Captured,
     "compiled CPU": CompiledOnCpu,
-    "eager CPU": EagerOnCpu,
-    "eager CPU, covering mode": CoveringOnCpu,
+    "eager CPU": placed(Eager, "cpu"),
+    "eager CPU, covering mode": placed(Eager, "cpu", COVERING),
 }
 """By name. Those on the GPU come first: while they are compiled, nothing else compiles the same."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ VLLM = Semantics(
 )
 
 
-class Peer:
+class Peer(ABC):
     """A sampler of somebody else, called as its engine calls it."""
 
     semantics: ClassVar[Semantics]
@@ -52,9 +53,9 @@ class Peer:
             return torch.empty(0, dtype=torch.int64)  # engines never call their sampler without a request
         return self._drawn(logits, params, seeds, positions)
 
+    @abstractmethod
     def _drawn(self, logits: Tensor, params: Sequence[Params], seeds: Seeds, positions: Tensor) -> Tensor:
         """The same for R > 0."""
-        raise NotImplementedError
 
     def column(self, params: Sequence[Params], name: str) -> Tensor:
         """A parameter of each row, float32 ``[R]``."""
@@ -134,23 +135,19 @@ class Transformers(PlainTorch):
             x = logits[rows].float()
             if alike.temperature == 0.0:
                 laws[rows] = torch.nn.functional.one_hot(x.argmax(-1), x.shape[1]).float()
-            else:
-                laws[rows] = self._processed(x, alike).softmax(-1)
+                continue
+            chain = self.processors.LogitsProcessorList()
+            if alike.temperature != 1.0:
+                chain.append(self.processors.TemperatureLogitsWarper(alike.temperature))
+            if alike.top_k:
+                chain.append(self.processors.TopKLogitsWarper(alike.top_k))
+            if alike.top_p < 1.0:
+                chain.append(self.processors.TopPLogitsWarper(alike.top_p))
+            if alike.min_p > 0.0:
+                chain.append(self.processors.MinPLogitsWarper(alike.min_p))
+            ids = torch.zeros(len(x), 1, dtype=torch.int64, device=x.device)
+            laws[rows] = chain(ids, x).softmax(-1)
         return laws
-
-    def _processed(self, logits: Tensor, params: Params) -> Tensor:
-        chain = self.processors.LogitsProcessorList()
-        if params.temperature != 1.0:
-            chain.append(self.processors.TemperatureLogitsWarper(params.temperature))
-        if params.top_k:
-            chain.append(self.processors.TopKLogitsWarper(params.top_k))
-        if params.top_p < 1.0:
-            chain.append(self.processors.TopPLogitsWarper(params.top_p))
-        if params.min_p > 0.0:
-            chain.append(self.processors.MinPLogitsWarper(params.min_p))
-        ids = torch.zeros(len(logits), 1, dtype=torch.int64, device=logits.device)
-        filtered: Tensor = chain(ids, logits)
-        return filtered
 
 
 class VllmV1(Peer):

@@ -15,7 +15,7 @@ import torch
 
 from compiled_sampler.conformance.bench import Bench, effort_of
 from compiled_sampler.conformance.question import Outcome, Question, Result
-from compiled_sampler.conformance.runner import ask_apart, chosen
+from compiled_sampler.conformance.suite import ask_apart, chosen
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

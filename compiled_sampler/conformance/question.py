@@ -1,12 +1,17 @@
-"""Questions, what each has found, and the answers of a run."""
+"""A question to a sampler, how it is asked in this process, and its answer."""
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from compiled_sampler.conformance.bench import Bench, Effort
+from compiled_sampler.conformance.bench import FULL, QUICK, Bench, Effort, NotAsked
+from compiled_sampler.conformance.evidence import ALARM
+from compiled_sampler.conformance.fresh_process import NotStarted
 
 
 class Outcome(StrEnum):
@@ -61,15 +66,14 @@ class Question:
 
 
 REGISTERED: list[Question] = []
-"""Filled by ``question`` while the sections are imported; ``questions.QUESTIONS`` has all."""
+"""Filled by ``question`` while the sections are imported; ``suite.QUESTIONS`` has all."""
 
 
 def question(name: str, text: str, power: Power | str) -> Callable[[Ask], Ask]:
     """Registers a function as the question of this name."""
 
     def register(ask: Ask) -> Ask:
-        says = power if callable(power) else lambda effort: power
-        REGISTERED.append(Question(name, text, ask, says))
+        REGISTERED.append(Question(name, text, ask, power if callable(power) else lambda effort: power))
         return ask
 
     return register
@@ -90,3 +94,63 @@ class Result:
     repeat: str  # the command that asks it again
     counts: tuple[Count, ...] = ()
     began: float = 0.0  # seconds into the run
+
+
+def ask(bench: Bench, question: Question, *, is_interruptible: bool = True) -> Result:
+    """The answer to one question, in this process; it does not depend on the questions before it.
+
+    Args:
+        bench: to draw with.
+        question: to ask.
+        is_interruptible: whether KeyboardInterrupt is the user's; else it is what the adapter raised.
+    """
+    start = time.perf_counter()
+    bench.begin(question.name)
+    try:
+        finding = question.ask(bench)
+        outcome = Outcome.PASSED if finding.is_kept else Outcome.FAILED
+    except NotStarted:  # no fault of the sampler: the run ends
+        raise
+    except NotAsked as reason:
+        finding, outcome = Finding(True, str(reason)), Outcome.NOT_ASKED
+    except BaseException as error:  # an engine may call sys.exit
+        if isinstance(error, KeyboardInterrupt) and is_interruptible:
+            raise
+        return failure(bench, question, error, start)
+    power = finding.power or (question.power(bench.effort) if outcome is Outcome.PASSED else "")
+    return answer(bench, question, outcome, finding, power, start)
+
+
+def failure(bench: Bench, question: Question, error: BaseException, start: float) -> Result:
+    """The answer to a question whose adapter raised something, or ended its process."""
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    return answer(bench, question, Outcome.FAILED, Finding(False, f"raised {type(error).__name__}: {first}"), "", start)
+
+
+def answer(bench: Bench, question: Question, outcome: Outcome, finding: Finding, power: str, start: float) -> Result:
+    """A finding as the answer to a question that was asked from ``start`` on."""
+    return Result(
+        question.name,
+        question.text,
+        outcome,
+        finding.detail,
+        power,
+        finding.p_value,
+        finding.num_tests * ALARM,
+        round(time.perf_counter() - start, 3),
+        repeat(bench, question),
+        finding.counts,
+    )
+
+
+def repeat(bench: Bench, question: Question) -> str:
+    """The command that asks a question again with the same rows and seeds."""
+    is_full = dataclasses.replace(bench.effort, rows=FULL.rows, limit_s=FULL.limit_s) == FULL
+    effort = ["--full" if is_full else "--quick"]
+    if bench.effort.rows != (FULL if is_full else QUICK).rows:
+        effort += ["--rows", str(bench.effort.rows)]
+    if bench.effort.limit_s != FULL.limit_s:
+        effort += ["--limit", f"{bench.effort.limit_s:g}"]
+    seed = ["--seed", str(bench.seed)] if bench.seed else []
+    options = ["--target", bench.name or "MODULE:ADAPTER", "--only", question.name, "--device", str(bench.device)]
+    return shlex.join(["python", "-m", "compiled_sampler.conformance", *options, *effort, *seed])

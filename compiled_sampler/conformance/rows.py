@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,10 +35,7 @@ HARD_PARAMS = (
 
 NUM_REQUESTS = 240  # parameters with a seed that the rows of a batch share
 
-NUM_FAMILIES = 5
-"""Kinds of requests: greedy, no filter, min_p, narrow and wide top_k with top_p and min_p.
-
-A batch takes the first few, so that every route is taken."""
+NUM_FAMILIES = 5  # kinds of requests, of which a batch takes the first few, so that every route is taken
 
 SEEDS = (0, 1, -1, -(2**63), 2**63, 2**64 - 1)
 POSITIONS = (0, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1)
@@ -46,7 +43,6 @@ POSITIONS = (0, 1, 2**31 - 1, 2**31, 2**32, 2**63 - 1)
 TEMPERATURES = (1e-5, 0.1, 0.7, 1.0, math.log2(math.e), 3.0, 1e30)
 TOP_P = (1e-9, 0.1, 0.25, 0.5, 0.9, 0.999, 1.0 - 2.0**-53, 1.0)
 MIN_P = (0.0, 0.0, 1e-12, 0.05, 0.5, 1.0)
-NARROW = (1, 2, 5, 50, 64)
 
 WIDTH = 8  # drafts of a request among hard rows, at most
 REQUESTS = 256  # of a batch
@@ -143,22 +139,25 @@ def kinds(semantics: Semantics, *, may_be_empty: bool = True) -> list[Callable[[
     return [kind for needs, kind in KINDS if needs not in barred]
 
 
+def families(vocab_size: int) -> tuple[dict[str, tuple[Any, ...]], ...]:
+    """What the parameters of each of NUM_FAMILIES kinds of requests are picked from."""
+    narrow, wide = (1, 2, 5, 50, 64), (0, 65, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1)
+    with_min_p = {"temperature": TEMPERATURES, "min_p": MIN_P}
+    return (
+        {"temperature": (0.0,)},
+        {"temperature": TEMPERATURES},
+        with_min_p,
+        with_min_p | {"top_p": TOP_P, "top_k": narrow},
+        with_min_p | {"top_p": TOP_P, "top_k": wide},
+    )
+
+
 def hard_requests(bench: Bench, count: int, vocab_size: int, num_families: int) -> tuple[list[Params], list[int]]:
     """Parameters and seeds of rows that share NUM_REQUESTS requests, of the first families that are supported."""
-    wide = (0, 65, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1)
-
-    def one(family: int) -> Params:
-        if family == 0:
-            return Params(temperature=0.0)
-        temperature = TEMPERATURES[bench.rng.integers(len(TEMPERATURES))]
-        min_p = MIN_P[bench.rng.integers(len(MIN_P))] if family > 1 else 0.0
-        if family < 3:
-            return Params(temperature, min_p=min_p)
-        top_k = (NARROW, wide)[family - 3]
-        top_p = TOP_P[bench.rng.integers(len(TOP_P))]
-        return Params(temperature, top_k[bench.rng.integers(len(top_k))], top_p, min_p)
-
-    params = bench.supported([one(n % num_families) for n in range(NUM_REQUESTS)])
+    choices = families(vocab_size)[:num_families]
+    requests = (choices[n % num_families].items() for n in range(NUM_REQUESTS))
+    picked = [Params(**{name: values[bench.rng.integers(len(values))] for name, values in each}) for each in requests]
+    params = bench.supported(picked)
     bench.needs(bool(params), f"unsupported={sorted(bench.semantics.unsupported)}")
     first, last = bench.semantics.seed_range
     random = bench.rng.integers(max(first, -(2**63)), min(last, 2**63 - 1), len(params))
@@ -195,8 +194,8 @@ def at_the_edge(bench: Bench, batch: Batch) -> Tensor:
     """The rows with one logit moved to where one ulp of it decides whether its token is drawn, float32 ``[R, V]``."""
     rows, vocab_size = batch.logits.shape
     tokens = torch.from_numpy(bench.rng.integers(0, vocab_size, rows))[:, None]
-    largest = _key(torch.tensor([min(bench.semantics.largest_logit, 1e38)]))
-    low, high = (-largest).repeat(rows), largest.repeat(rows)
+    largest = torch.tensor(min(bench.semantics.largest_logit, 1e38)).view(torch.int32).item()
+    low, high = torch.full((rows,), -largest), torch.full((rows,), largest)
     for _ in range(32):  # bisection; a row whose token that logit cannot change is left as it ends
         middle = (low + high) // 2
         moved = batch.logits.scatter(1, tokens, _float(middle)[:, None])
@@ -206,27 +205,13 @@ def at_the_edge(bench: Bench, batch: Batch) -> Tensor:
     return batch.logits.scatter(1, tokens, _float(side)[:, None])
 
 
-def _key(x: Tensor) -> Tensor:
-    """Integers in the order of float32 numbers, int64; neighbours are one ulp apart, and ``-x`` has minus the key."""
-    bits = x.view(torch.int32).long()
-    return torch.where(bits < 0, -(bits + 2**31), bits)
-
-
 def _float(key: Tensor) -> Tensor:
-    """The float32 numbers of keys."""
+    """The float32 numbers of integers in their order, where neighbours are one ulp apart and 0 is 0."""
     return key.abs().to(torch.int32).view(torch.float32) * torch.where(key < 0, -1.0, 1.0)
 
 
-class Work(NamedTuple):
-    """Requests with drafts, and the rows that they are made of."""
-
-    drafted: Drafted  # with the drafts' laws
-    rows: Batch  # the rows of all places, request after request
-    own: Tensor  # int64 ``[R]``, what ``sample`` draws for the rows
-
-
-def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -> Work:
-    """Requests with 0 to 8 drafts from one of four drafters."""
+def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -> tuple[Drafted, Tensor]:
+    """Requests with 0 to 8 drafts of one of four drafters, and what ``sample`` draws for their rows, int64 ``[R]``."""
     generator = torch.Generator().manual_seed(int(bench.rng.integers(2**62)))
     params, seeds = hard_requests(bench, count, vocab_size, num_families)
     starts = torch.tensor(hard_positions(bench, count)).clamp(max=bench.semantics.largest_position - WIDTH)
@@ -248,24 +233,41 @@ def drafted_rows(bench: Bench, count: int, vocab_size: int, num_families: int) -
     drafter = torch.randint(len(drafters), (count,), generator=generator)[request]
     drafts[request[judged], offset[judged]] = drafters[drafter, torch.arange(len(request))][judged]
     laws = torch.softmax(other.nan_to_num(0.0, 50.0, -50.0).clamp(-50.0, 50.0), -1)[judged]
-    return Work(Drafted(logits, params, seeds, starts, drafts, num_drafts.tolist(), laws), rows, own)
+    return Drafted(logits, params, seeds, starts, drafts, num_drafts.tolist(), laws), own
 
 
-def strays(work: Work, verified: Verified) -> Tensor:
+def matched(own: Sequence[int], drafts: Sequence[int], parents: Sequence[int]) -> list[int]:
+    """What a request commits under match: its rows' own tokens from the root on, to the first that no child drafts."""
+    tokens, node = [own[0]], -1
+    for child, parent in enumerate(parents):  # behind its parent; of siblings with one id the first counts
+        if parent == node and drafts[child] == tokens[-1] >= 0:
+            node = child
+            tokens.append(own[child + 1])
+    return tokens
+
+
+def strays(drafted: Drafted, own: Tensor, verified: Verified, parents: Tensor | None = None) -> Tensor:
     """Which requests did not commit, under match, what the sampler draws row after row; bool ``[N]``."""
-    wrong, tokens_of_rows, start = [], work.own.tolist(), 0
-    for n, count in enumerate(work.drafted.num_drafts):
-        own, start = tokens_of_rows[start : start + count + 1], start + count + 1
-        drafts, accepted = work.drafted.drafts[n].tolist(), 0
-        # A request commits its own tokens up to the first that is not its draft.
-        while accepted < len(own) - 1 and own[accepted] == drafts[accepted] != -1:
-            accepted += 1
-        emitted, tokens = int(verified.num_emitted[n]), verified.token_ids[n].tolist()
+    wrong, own_tokens, start = [], own.tolist(), 0
+    for n, count in enumerate(drafted.num_drafts):
+        tree = range(-1, count - 1) if parents is None else parents[n].tolist()
+        wanted = matched(own_tokens[start : start + count + 1], drafted.drafts[n].tolist(), tree)
+        start += count + 1
+        emitted = int(verified.num_emitted[n])
         # A token of -1, where a row has none, may be counted as emitted or not.
-        lengths = (accepted + 1, accepted) if own[accepted] < 0 else (accepted + 1,)
-        fits = emitted in lengths and int(verified.num_accepted[n]) == accepted
-        wrong.append(not fits or tokens[:emitted] != own[:emitted])
+        fits = emitted == len(wanted) or (emitted == len(wanted) - 1 and wanted[-1] < 0)
+        fits &= int(verified.num_accepted[n]) == len(wanted) - 1
+        wrong.append(not fits or verified.token_ids[n, :emitted].tolist() != wanted[:emitted])
     return torch.tensor(wrong, dtype=torch.bool)
+
+
+def first_of(wrong: Tensor, drafted: Drafted, verified: Verified) -> str:
+    """What was committed of the first request that is wrong, and what repeats it, besides its logits."""
+    n = int(wrong.nonzero()[0])
+    tokens, num_emitted, num_accepted = (field[n].tolist() for field in verified)
+    where = f"request {n}: {drafted.params[n]}, seed {drafted.seeds[n]}, position {int(drafted.positions[n])}"
+    drafts = drafted.drafts[n, : drafted.num_drafts[n]].tolist()
+    return f"tokens {tokens}, {num_emitted} emitted, {num_accepted} accepted; {where}, drafts {drafts}"
 
 
 def committed(verified: Verified) -> Tensor:

@@ -32,15 +32,7 @@ class Batch(NamedTuple):
 def mixed_requests(vocab_size: int, count: int, seed: int) -> list[SamplingParams]:
     """Requests that need each mode in turn; equal arguments give equal requests."""
     source = random.Random(seed)
-    narrow, wide = suite.NARROW, (0, 65, vocab_size // 2, vocab_size - 1, vocab_size, vocab_size + 1)
-    filtered = {"temperature": suite.TEMPERATURES, "min_p": suite.MIN_P}
-    families: tuple[dict[str, tuple[float, ...]], ...] = (
-        {"temperature": (0.0,)},
-        {"temperature": suite.TEMPERATURES},
-        filtered,
-        filtered | {"top_p": suite.TOP_P, "top_k": narrow},
-        filtered | {"top_p": suite.TOP_P, "top_k": wide},
-    )
+    families = suite.families(vocab_size)
     seeds = (*suite.SEEDS, *(source.getrandbits(64) for _ in range(count - len(suite.SEEDS))))
     picked = ({name: source.choice(values) for name, values in families[i % 5].items()} for i in range(count))
     return [SamplingParams(seed=seed, **options) for seed, options in zip(seeds, picked, strict=False)]

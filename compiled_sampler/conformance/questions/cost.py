@@ -22,8 +22,10 @@ BUSY_CYCLES = 100_000_000
 class Device:
     """What is measured of a CUDA device."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, bench: Bench) -> None:
+        if bench.device.type != "cuda":
+            raise NotAsked("only on CUDA")
+        self.device = bench.device
 
     def settle(self) -> None:
         """Wait for all work of the device."""
@@ -40,13 +42,6 @@ class Device:
         end = cuda.Event()
         end.record()
         return lambda: not end.query()
-
-
-def device_of(bench: Bench) -> Device:
-    """The device of a run, if it can be measured."""
-    if bench.device.type != "cuda":
-        raise NotAsked("only on CUDA")
-    return Device(bench.device)
 
 
 def replay_of(bench: Bench) -> Callable[[], object]:
@@ -67,7 +62,7 @@ def replay_of(bench: Bench) -> Callable[[], object]:
 
 @question("cost.allocations", "a replay allocates nothing on the device", f"one allocation in {REPLAYS} replays")
 def allocations(bench: Bench) -> Finding:
-    device, step = device_of(bench), replay_of(bench)
+    device, step = Device(bench), replay_of(bench)
     device.settle()
     before = device.allocations()
     for _ in range(REPLAYS):
@@ -78,7 +73,7 @@ def allocations(bench: Bench) -> Finding:
 
 @question("cost.synchronisations", "a replay never waits for the device", f"one wait in {BUSY_REPLAYS}")
 def waits(bench: Bench) -> Finding:
-    device, step = device_of(bench), replay_of(bench)
+    device, step = Device(bench), replay_of(bench)
     late = 0
     for _ in range(BUSY_REPLAYS):
         device.settle()
@@ -90,7 +85,7 @@ def waits(bench: Bench) -> Finding:
 
 @question("cost.host_time", "a replay keeps the host no longer than declared", "a median above what is declared")
 def host_time(bench: Bench) -> Finding:
-    device, step = device_of(bench), replay_of(bench)
+    device, step = Device(bench), replay_of(bench)
     times = []
     for _ in range(REPLAYS):
         device.settle()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -19,9 +19,9 @@ from compiled_sampler.conformance.rows import (
     VOCAB,
     WIDE_VOCAB,
     Batch,
-    Work,
     committed,
     drafted_rows,
+    first_of,
     mixed_batch,
     strays,
 )
@@ -59,10 +59,9 @@ def paths_of(bench: Bench, vocab_size: int) -> dict[str, Bench]:
     return {name: Bench(target, None, bench.device, bench.effort, bench.seed) for name, target in targets.items()}
 
 
-def counted(path: str, differs: Tensor, describe: Callable[[int], str]) -> Count:
+def counted(path: str, differs: Tensor, describe: Callable[[Tensor], str]) -> Count:
     """The count of a comparison, with the first row that differs in words."""
-    wrong = differs.nonzero()[:, 0].tolist()
-    return Count(path, len(differs), len(wrong), describe(wrong[0]) if wrong else "")
+    return Count(path, len(differs), int(differs.sum()), describe(differs) if differs.any() else "")
 
 
 def judged(counts: Iterable[Count], what: str) -> Finding:
@@ -111,10 +110,11 @@ def sampled(bench: Bench, vocab_size: int, dtype: torch.dtype, rows: int) -> Ite
             if status is not None and wanted_status is not None:
                 pairs = zip(status, order.tolist(), strict=True)
                 differs |= torch.tensor([names != wanted_status[row] for names, row in pairs])
-            yield counted(path, differs, functools.partial(_describe_row, moved, tokens))
+            yield counted(path, differs, functools.partial(_first_row, moved, tokens))
 
 
-def _describe_row(batch: Batch, tokens: Tensor, row: int) -> str:
+def _first_row(batch: Batch, tokens: Tensor, differs: Tensor) -> str:
+    row = int(differs.nonzero()[0])
     return f"token {int(tokens[row])}, V = {batch.logits.shape[1]}, {batch.logits.dtype}, {batch.describe(row)}"
 
 
@@ -137,20 +137,15 @@ def requests_vocab(bench: Bench) -> int:
     return VOCAB if bench.effort.rows < MANY_ROWS else MANY_VOCAB
 
 
-def works(bench: Bench, rule: str) -> Iterator[Work]:
-    """Requests with drafts of every family in turn; under rules that take no laws of drafts, they are one-hot."""
+def works(bench: Bench, rule: str) -> Iterator[tuple[Drafted, Tensor]]:
+    """Requests with drafts of every family in turn, one-hot where a rule takes no laws, and what their rows draw."""
     requests = requests_of(bench.effort, rule)
     size = min(REQUESTS, -(-requests // NUM_FAMILIES))
     has_laws = rule != "match" and "probabilities" in bench.semantics.draft_kinds
     for number, start in enumerate(range(0, requests, size)):
         count = min(size, requests - start)
-        work = drafted_rows(bench, count, requests_vocab(bench), 1 + number % NUM_FAMILIES)
-        yield work if has_laws else work._replace(drafted=work.drafted._replace(probs=None))
-
-
-def _describe_request(drafted: Drafted, n: int) -> str:
-    where = f"request {n}: {drafted.params[n]}, seed {drafted.seeds[n]}, position {int(drafted.positions[n])}"
-    return f"{where}, drafts {drafted.drafts[n, : drafted.num_drafts[n]].tolist()}"
+        drafted, own = drafted_rows(bench, count, requests_vocab(bench), 1 + number % NUM_FAMILIES)
+        yield drafted if has_laws else drafted._replace(probs=None), own
 
 
 @question(
@@ -162,28 +157,28 @@ def stream(bench: Bench) -> Finding:
     bench.method("verify", VOCAB)
     bench.needs("match" in bench.semantics.rules, "no rule match")
     bench.needs_row_seeds()
-    counts: list[Count] = []
-    for work in works(bench, "match"):
-        wrong = strays(work, bench.verify(work.drafted, "match"))
-        describe = functools.partial(_describe_request, work.drafted)
-        counts.append(counted("match, row after row without drafts", wrong, describe))
+    counts = []
+    for drafted, own in works(bench, "match"):
+        verified = bench.verify(drafted)
+        describe = functools.partial(first_of, drafted=drafted, verified=verified)
+        counts.append(counted("match, row after row without drafts", strays(drafted, own, verified), describe))
     return judged(counts, "requests")
 
 
-def verified(bench: Bench, rules: Sequence[str]) -> Iterator[Count]:
+def commits(bench: Bench) -> Iterator[Count]:
     """Counts of requests that commit something else on another path, by rule."""
     vocab_size = requests_vocab(bench)
     others = paths_of(bench, vocab_size)
     others = {path: other for path, other in others.items() if hasattr(other.adapter(vocab_size), "verify")}
     if not others:
         raise NotAsked("no other path has verify")
-    for rule in rules:
-        for work in works(bench, rule):
-            elsewhere = {path: committed(other.verify(work.drafted, rule)) for path, other in others.items()}
-            wanted = committed(bench.verify(work.drafted, rule))  # last: another path may compile all stages at once
-            for path, rows in elsewhere.items():
-                describe = functools.partial(_describe_request, work.drafted)
-                yield counted(f"{rule}, {path}", (rows != wanted).any(-1), describe)
+    for rule in bench.semantics.rules:
+        for drafted, _ in works(bench, rule):
+            elsewhere = {path: other.verify(drafted, rule) for path, other in others.items()}
+            wanted = committed(bench.verify(drafted, rule))  # last: another path may compile all stages at once
+            for path, verified in elsewhere.items():
+                describe = functools.partial(first_of, drafted=drafted, verified=verified)
+                yield counted(f"{rule}, {path}", (committed(verified) != wanted).any(-1), describe)
 
 
 @question(
@@ -195,4 +190,4 @@ def commits_on_other_paths(bench: Bench) -> Finding:
     bench.method("verify", VOCAB)
     bench.needs(bool(bench.semantics.rules), "rules=()")
     bench.needs_row_seeds()
-    return judged(verified(bench, bench.semantics.rules), "requests")
+    return judged(commits(bench), "requests")

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from compiled_sampler.conformance.adapter import Params
 from compiled_sampler.conformance.bench import MOST_ROWS, Bench, Effort
 from compiled_sampler.conformance.evidence import ALARM, multinomial_p_value, variation
-from compiled_sampler.conformance.question import Finding, Power, question
+from compiled_sampler.conformance.question import Finding, question
 from compiled_sampler.conformance.rows import VOCAB, clear_row, oracle_law
 
 Key = tuple[int, int]  # a seed and a position
@@ -71,17 +71,17 @@ for name, (what, pairs) in PAIRS.items():
     question(f"randomness.{name}", f"independent draws: {what}", lambda effort: variation(effort.pairs, LIVE**2))(ask)
 
 
-def of_streams(cells: int) -> Power:
-    """The power of ``serial`` where so many tokens are kept."""
-
-    def power(effort: Effort) -> str:
-        return variation(max(1, effort.pairs // SERIAL_ROWS) * SERIAL_ROWS // 2, cells**2)
-
-    return power
+STREAMS = {
+    "serial": ("along a stream", Params(), VOCAB),
+    # Keeps few tokens, so that a sampler may try again.
+    "serial_top_p": ("along a stream under a narrow top_p", Params(top_p=0.3), 6),
+}
+"""What is asked of long streams, the parameters of their rows, and how many tokens those keep."""
 
 
 def independent_in_streams(bench: Bench, params: Params) -> Finding:
     """Whether neighbours within a few long streams are independent."""
+    bench.needs(bool(bench.supported([params])), "unsupported top_p")
     bench.needs(bench.semantics.seeds != "none", "seeds='none'")
     row = clear_row(bench, params, scale=1.0)
     law, lags = oracle_law(bench, row, params), (1, 2, 3)
@@ -94,23 +94,20 @@ def independent_in_streams(bench: Bench, params: Params) -> Finding:
         for counts, lag in zip(tables, lags, strict=True):
             starts = np.flatnonzero(np.arange(SERIAL_ROWS - lag) % (2 * lag) < lag)  # no place is in two pairs
             counts += table(tokens[starts], tokens[starts + lag])
-    p_values = [multinomial_p_value(counts, np.outer(law, law)) for counts in tables]
-    least = min(p_values)
+    least = min(multinomial_p_value(counts, np.outer(law, law)) for counts in tables)
     equal = ", ".join(f"{np.trace(counts) / counts.sum():.2%}" for counts in tables)
     detail = f"{params}: tokens equal those 1, 2, 3 places before in {equal}, should in {(law**2).sum():.2%}"
     return Finding(least >= ALARM, detail, variation(int(tables[0].sum()), int((law > 0).sum()) ** 2), least, len(lags))
 
 
-@question("randomness.serial", "independent draws: along a stream", of_streams(VOCAB))
-def serial(bench: Bench) -> Finding:
-    return independent_in_streams(bench, Params())
+def power_of_streams(effort: Effort, cells: int) -> str:
+    return variation(max(1, effort.pairs // SERIAL_ROWS) * SERIAL_ROWS // 2, cells**2)
 
 
-@question("randomness.serial_top_p", "independent draws: along a stream under a narrow top_p", of_streams(6))
-def serial_top_p(bench: Bench) -> Finding:
-    params = Params(top_p=0.3)  # keeps few tokens, so that a sampler may try again
-    bench.needs(bool(bench.supported([params])), "unsupported top_p")
-    return independent_in_streams(bench, params)
+for name, (what, params, cells) in STREAMS.items():
+    ask = functools.partial(independent_in_streams, params=params)
+    power = functools.partial(power_of_streams, cells=cells)
+    question(f"randomness.{name}", f"independent draws: {what}", power)(ask)
 
 
 @question("randomness.unseeded", "requests without a seed differ", "one noise for all requests, or for all calls")

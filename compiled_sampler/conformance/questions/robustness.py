@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -62,7 +62,8 @@ def infinity(bench: Bench) -> Finding:
     row[[6, 21]] = torch.inf
     if bench.semantics.infinity != "drawn":
         return bad_row(bench, row, bench.semantics.infinity, "drawn")
-    params = bench.supported([Params(), Params(temperature=0.0), Params(top_k=4)])
+    greedy = [Params(temperature=0.0)] if bench.semantics.greedy_ties == "lowest_id" else []
+    params = bench.supported([Params(), *greedy, Params(top_k=4)])
     return follows_law(bench, [(row, p) for p in params], bench.effort.draws // 16)
 
 
@@ -107,11 +108,9 @@ def padded_vocab(bench: Bench) -> Finding:
         tokens = bench.sample(wide, params, seeds, places, vocab_size=VOCAB)
         different = (tokens >= VOCAB) | ((tokens != wanted) & (bench.semantics.seeds == "row"))
         if different.any():
-            n = int(different.nonzero()[0, 0])
-            where = f"row {n}: {params[n]}, seed {seeds[n]}, position {n}"
-            return Finding(
-                False, f"columns of {poison} beyond V: token {int(tokens[n])}, not {int(wanted[n])}; {where}"
-            )
+            n = int(different.nonzero()[0])
+            what = f"columns of {poison} beyond V: token {int(tokens[n])}, not {int(wanted[n])}"
+            return Finding(False, f"{what}; row {n}: {params[n]}, seed {seeds[n]}, position {n}")
     return Finding(True, f"{3 * rows} rows")
 
 
@@ -135,16 +134,15 @@ def large_offsets(bench: Bench) -> Finding:
 
 @question("robustness.inputs", "a call leaves its arguments as they were", IN_POOL)
 def inputs(bench: Bench) -> Finding:
-    pool = bench.supported(POOL)
+    pool, adapter = bench.supported(POOL), cast("Any", bench.adapter(VOCAB))
     logits = torch.stack([clear_row(bench, params) for params in pool]).to(bench.device)
     seeds, places = bench.new_seeds(len(pool)), torch.arange(len(pool))
     rows = {"logits": logits, "params": pool, "seeds": seeds, "positions": places}
-    adapter: Any = bench.adapter(VOCAB)
-    changed = _changed(bench, "sample", adapter.sample, rows)
+    calls: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {"sample": (adapter.sample, rows)}
     if hasattr(adapter, "status"):
-        changed += _changed(bench, "status", adapter.status, rows)
+        calls["status"] = adapter.status, rows
     if hasattr(adapter, "probs"):
-        changed += _changed(bench, "probs", adapter.probs, {name: rows[name] for name in ("logits", "params")})
+        calls["probs"] = adapter.probs, {"logits": logits, "params": pool}
     for rule in bench.semantics.rules if hasattr(adapter, "verify") else ():
         has_laws = rule != "match" and "probabilities" in bench.semantics.draft_kinds
         laws = torch.softmax(logits, -1) if has_laws else None
@@ -154,21 +152,17 @@ def inputs(bench: Bench) -> Finding:
         def verify(*fields: Any, rule: str = rule) -> object:
             return adapter.verify(Drafted(*fields), rule)
 
-        changed += _changed(bench, f"verify by {rule}", verify, drafted._asdict())
-    return Finding(not changed, f"calls change {', '.join(changed) or 'nothing'}")
-
-
-def _changed(bench: Bench, name: str, call: Callable[..., object], arguments: dict[str, Any]) -> list[str]:
-    """The arguments that a call changes, in words; logits that are declared to be consumed may be."""
-    copies = copy.deepcopy(arguments)
-    call(*copies.values())
+        calls[f"verify by {rule}"] = verify, drafted._asdict()
     changed = []
-    for argument, before in arguments.items():
-        after = copies[argument]
-        is_equal = torch.equal(before, after) if isinstance(before, Tensor) else before == after
-        if not is_equal and not (argument == "logits" and bench.semantics.consumes_logits):
-            changed.append(f"{argument} of {name}")
-    return changed
+    for name, (call, arguments) in calls.items():
+        copies = copy.deepcopy(arguments)
+        call(*copies.values())
+        for argument, before in arguments.items():
+            after = copies[argument]
+            is_equal = torch.equal(before, after) if isinstance(before, Tensor) else before == after
+            if not is_equal and not (argument == "logits" and bench.semantics.consumes_logits):
+                changed.append(f"{argument} of {name}")
+    return Finding(not changed, f"calls change {', '.join(changed) or 'nothing'}")
 
 
 @question("robustness.status", "bad rows are reported", "a fault in any of 4")

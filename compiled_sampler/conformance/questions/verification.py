@@ -24,7 +24,7 @@ from compiled_sampler.conformance.evidence import (
     variation,
 )
 from compiled_sampler.conformance.question import Finding, question
-from compiled_sampler.conformance.rows import VOCAB, is_clear, oracle_law
+from compiled_sampler.conformance.rows import VOCAB, first_of, is_clear, matched, oracle_law, strays
 
 LIVE = 4  # tokens that target and drafter use: ids below it
 WIDTH, POSITION = 2, 10  # drafts of a trial, and where its first token is drawn
@@ -204,11 +204,10 @@ def impossible(bench: Bench, kind: str) -> Finding:
             probs = torch.zeros(count * WIDTH, VOCAB)
             probs[:, :LIVE], probs[:, dead] = 0.1, 1.0 - 0.1 * (LIVE - (dead < LIVE))
         drafted = alike(bench, game, torch.full((count, WIDTH), dead), probs)
-        accepted = (bench.verify(drafted, rule).num_accepted > 0).nonzero()[:, 0].tolist()
-        if accepted:
-            n = accepted[0]
-            where = f"row {n}, {params}, seed {drafted.seeds[n]}, position {POSITION}"
-            return Finding(False, f"{rule}: draft {dead} of probability 0 was accepted; {where}")
+        verified = bench.verify(drafted, rule)
+        if (accepted := verified.num_accepted > 0).any():
+            where = first_of(accepted, drafted, verified)
+            return Finding(False, f"{rule}: draft {dead} of probability 0 was accepted: {where}")
     return Finding(True, f"{', '.join(rules)}: {count} drafts")
 
 
@@ -234,14 +233,12 @@ def out_of_range(bench: Bench) -> Finding:
     least, bad = 1.0, torch.tensor([-1, VOCAB, 2**31 - 1, -(2**31)])
     for rule in rules:
         game = new_game(bench, Params())
-        drafts = bad[torch.arange(count) % len(bad)][:, None].repeat(1, WIDTH)
-        verified = bench.verify(alike(bench, game, drafts, None), rule)
-        first, accepted = verified.token_ids[:, 0], verified.num_accepted
-        wrong = ((accepted > 0) | (verified.num_emitted != 1) | (first < 0) | (first >= VOCAB)).nonzero()[:, 0].tolist()
-        if wrong:
-            n = wrong[0]
-            counts = f"{int(accepted[n])} accepted, {int(verified.num_emitted[n])} emitted, token {int(first[n])}"
-            return Finding(False, f"{rule}: draft {int(drafts[n, 0])} of {VOCAB} tokens: {counts}")
+        drafted = alike(bench, game, bad[torch.arange(count) % len(bad)][:, None].repeat(1, WIDTH), None)
+        verified = bench.verify(drafted, rule)
+        first = verified.token_ids[:, 0]
+        wrong = (verified.num_accepted > 0) | (verified.num_emitted != 1) | (first < 0) | (first >= VOCAB)
+        if wrong.any():
+            return Finding(False, f"{rule}, {VOCAB} tokens: {first_of(wrong, drafted, verified)}")
         # The token in the draft's place has the target's law.
         least = min(least, multinomial_p_value(np.bincount(first.numpy(), minlength=VOCAB), game.target_laws[0][0]))
     detail = f"{', '.join(rules)}: drafts {bad.tolist()}, {count} each (p < {least:.0e})"
@@ -257,26 +254,27 @@ def counters(bench: Bench) -> Finding:
         game = new_game(bench, Params())
         drafted = ragged(new_trials(bench, game, [*bench.semantics.draft_kinds, "one_hot"][0], rule, COUNTED))
         verified = bench.verify(drafted, rule)
-        for n, num_drafts in enumerate(drafted.num_drafts):
-            emitted, accepted = int(verified.num_emitted[n]), int(verified.num_accepted[n])
-            tokens, drafts = verified.token_ids[n].tolist(), drafted.drafts[n].tolist()
-            fits = emitted == accepted + 1 and 0 <= accepted <= num_drafts
-            if not (fits and tokens[:accepted] == drafts[:accepted] and 0 <= tokens[accepted] < VOCAB):
-                counts = f"{accepted} accepted and {emitted} emitted of {num_drafts} drafts {drafts}, tokens {tokens}"
-                where = f"row {n}, seed {drafted.seeds[n]}, position {POSITION}"
-                return Finding(False, f"{rule}: {counts}; {where}")
+        tokens, emitted, accepted = verified
+        last = tokens.gather(1, accepted.clamp(0, WIDTH)[:, None])[:, 0]
+        fits = (emitted == accepted + 1) & (accepted >= 0) & (accepted <= torch.tensor(drafted.num_drafts))
+        agrees = (tokens[:, :WIDTH] == drafted.drafts) | (torch.arange(WIDTH) >= accepted[:, None])
+        wrong = ~(fits & agrees.all(1) & (last >= 0) & (last < VOCAB))
+        if wrong.any():
+            return Finding(False, f"{rule}: {first_of(wrong, drafted, verified)}")
     total = COUNTED * len(rules)
     return Finding(True, f"{', '.join(rules)}: {total} requests of 0, 1 and 2 drafts", one_in(total, "requests"))
 
 
 def ragged(trials: Drafted) -> Drafted:
     """The same trials with 0, 1 and 2 drafts in turn."""
-    kept = [n % (WIDTH + 1) for n in range(len(trials.seeds))]
-    rows = [n * (WIDTH + 1) + j for n, k in enumerate(kept) for j in range(k + 1)]
-    drafted = [n * WIDTH + j for n, k in enumerate(kept) for j in range(k)]
-    drafts = torch.where(torch.arange(WIDTH) < torch.tensor(kept)[:, None], trials.drafts, -1)
-    probs = None if trials.probs is None else trials.probs[drafted]
-    return trials._replace(logits=trials.logits[rows], drafts=drafts, num_drafts=kept, probs=probs)
+    counts = torch.arange(len(trials.seeds)) % (WIDTH + 1)
+    is_row, is_draft = torch.arange(WIDTH + 1) <= counts[:, None], torch.arange(WIDTH) < counts[:, None]
+    return trials._replace(
+        logits=trials.logits[is_row.flatten()],
+        drafts=torch.where(is_draft, trials.drafts, -1),
+        num_drafts=counts.tolist(),
+        probs=None if trials.probs is None else trials.probs[is_draft.flatten()],
+    )
 
 
 @question("verification.trees", "trees of drafts commit the tokens of sampling", one_in(COUNTED, "trees"))
@@ -284,30 +282,22 @@ def trees(bench: Bench) -> Finding:
     bench.method("verify_trees", VOCAB)
     bench.needs_row_seeds()
     nodes, rows = 6, 7
-    parents = [[int(bench.rng.integers(-1, node)) for node in range(nodes)] for _ in range(COUNTED)]
-    depths = [[0] for _ in parents]
-    for depth, tree in zip(depths, parents, strict=True):
-        for parent in tree:
-            depth.append(depth[parent + 1] + 1)
+    parents = torch.tensor([[int(bench.rng.integers(-1, node)) for node in range(nodes)] for _ in range(COUNTED)])
+    depths = torch.zeros(COUNTED, rows, dtype=torch.int64)
+    for node in range(nodes):
+        depths[:, node + 1] = depths.gather(1, parents[:, node : node + 1] + 1)[:, 0] + 1
     params, seeds = (bench.supported([Params(top_k=3)]) or [Params()])[0], bench.new_seeds(COUNTED)
     logits = torch.from_numpy(bench.rng.standard_normal((COUNTED * rows, VOCAB))).float()
-    places, of_rows = torch.tensor(depths).flatten() + POSITION, [seed for seed in seeds for _ in range(rows)]
-    own = bench.sample(logits, [params] * len(logits), of_rows, places).view(COUNTED, rows)
-    drafts = own.gather(1, torch.tensor(parents) + 1)  # every draft is right, but for some
+    of_rows = [seed for seed in seeds for _ in range(rows)]
+    own = bench.sample(logits, [params] * len(logits), of_rows, depths.flatten() + POSITION)
+    drafts = own.view(COUNTED, rows).gather(1, parents + 1)  # every draft is right, but for some
     drafts = torch.where(torch.from_numpy(bench.rng.random(drafts.shape)) < 0.5, drafts, (drafts + 1) % VOCAB)
     first = torch.full((COUNTED,), POSITION)
     drafted = Drafted(logits, [params] * COUNTED, seeds, first, drafts, [nodes] * COUNTED, None)
-    verified = bench.verify_trees(drafted, torch.tensor(parents))
-    for n, tree in enumerate(parents):
-        wanted, node = [int(own[n, 0])], -1
-        while (
-            child := next((c for c in range(nodes) if tree[c] == node and drafts[n, c] == wanted[-1]), None)
-        ) is not None:
-            node = child
-            wanted.append(int(own[n, node + 1]))
-        emitted, accepted = int(verified.num_emitted[n]), int(verified.num_accepted[n])
-        tokens = verified.token_ids[n, :emitted].tolist()
-        if tokens != wanted or accepted != len(wanted) - 1:
-            what = f"tokens {tokens}, {accepted} accepted, not {wanted}"
-            return Finding(False, f"{what}; tree {tree}, drafts {drafts[n].tolist()}, seed {seeds[n]}, {params}")
+    verified = bench.verify(drafted, parents=parents)
+    wrong = strays(drafted, own, verified, parents)
+    if wrong.any():
+        n = int(wrong.nonzero()[0])
+        wanted = matched(own.view(COUNTED, rows)[n].tolist(), drafts[n].tolist(), parents[n].tolist())
+        return Finding(False, f"not {wanted}: {first_of(wrong, drafted, verified)}, tree {parents[n].tolist()}")
     return Finding(True, f"{COUNTED} trees of {nodes} nodes", one_in(COUNTED, "trees"))

@@ -18,7 +18,7 @@ from compiled_sampler.conformance.evidence import (
     multinomial_power,
     rare_power,
 )
-from compiled_sampler.conformance.questions import QUESTIONS
+from compiled_sampler.conformance.suite import QUESTIONS
 from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 from tests.oracles import oracle
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from compiled_sampler.conformance import QUICK, Bench, Outcome, Semantics, ask, chosen, fresh_process, report, run
-from compiled_sampler.conformance.__main__ import main
+from compiled_sampler.conformance import QUICK, Bench, Outcome, Semantics, ask, chosen, fresh_process, ours, run
+from compiled_sampler.conformance.__main__ import main, store
 from compiled_sampler.conformance.bench import SHIPPED, find_target
 from compiled_sampler.conformance.fresh_process import NotStarted, call
 from tests.compiled_sampler.conformance.adapters.race_adapter import Race
@@ -77,10 +77,10 @@ def test_a_right_sampler_exits_with_0_and_writes_json(right, capsys, tmp_path):
 
 def test_a_file_is_replaced_as_a_whole(tmp_path, monkeypatch):
     path = tmp_path / "run.json"
-    report.store(path, "old")
-    monkeypatch.setattr(report.Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("planted")))
+    store(path, "old")
+    monkeypatch.setattr(Path, "replace", lambda self, target: (_ for _ in ()).throw(OSError("planted")))
     with pytest.raises(OSError, match="planted"):
-        report.store(path, "new")
+        store(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -221,6 +221,19 @@ def test_drafts_that_no_rule_takes_are_not_asked_of():
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_targets_are_found(name):
     assert isinstance(find_target(name).semantics, Semantics)
+
+
+def test_the_commit_of_a_run_is_not_that_of_a_repository_around_the_environment(tmp_path, monkeypatch):
+    author = ["-c", "user.name=nobody", "-c", "user.email=nobody@example.org"]
+    for words in (["init", "-q"], [*author, "commit", "-q", "--allow-empty", "-m", "theirs"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    installed = tmp_path / "venv/compiled_sampler/conformance"
+    installed.mkdir(parents=True)
+    monkeypatch.setattr(ours, "__file__", str(installed / "ours.py"))
+    monkeypatch.delenv("COMMIT", raising=False)
+    assert set(ours.Ours.versions()) == {"compiled-sampler"}
+    monkeypatch.setenv("COMMIT", "abc")
+    assert ours.Ours.versions()["commit"] == "abc"
 
 
 def asked_by_pytest(adapter, *words):

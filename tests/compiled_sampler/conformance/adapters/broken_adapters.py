@@ -271,6 +271,21 @@ class Consumes(InPlace):
     semantics = replace(Race.semantics, consumes_logits=True)
 
 
+class LastOfTies(Race):
+    """Of equal largest logits, takes the last where a row is greedy."""
+
+    def sample(self, logits, params, seeds, positions):
+        is_last = torch.tensor([p.temperature == 0.0 for p in params]) & (logits == torch.inf).any(-1)
+        last = logits.shape[1] - 1 - (logits == torch.inf).flip(-1).int().argmax(-1)
+        return torch.where(is_last, last, super().sample(logits, params, seeds, positions))
+
+
+class TakesAnyOfTies(LastOfTies):
+    """The same, declared."""
+
+    semantics = replace(Race.semantics, greedy_ties="any")
+
+
 class Exits(Race):
     """An engine that gives up where a batch is empty."""
 
@@ -424,6 +439,7 @@ ALSO_FOUND = (
     ("determinism.strides", StaticBuffer),
     ("determinism.other_work", StaticBuffer),
     ("robustness.empty_batch", Exits),
+    ("robustness.infinity", LastOfTies),
 )
 """More faults of such questions."""
 

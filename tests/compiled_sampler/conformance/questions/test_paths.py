@@ -18,9 +18,7 @@ from compiled_sampler.conformance.ours import (
     CapturedStep,
     CapturedVerification,
     Compiled,
-    CoveringOnCpu,
     Eager,
-    EagerOnCpu,
     served_by_graphs,
 )
 from compiled_sampler.conformance.questions import paths
@@ -35,7 +33,7 @@ class Routes(Eager):
     """Eager torch, with the route of the covering mode as its only path."""
 
     def paths(self):
-        return {"covering mode": CoveringOnCpu}
+        return {"covering mode": PATHS["eager CPU, covering mode"]}
 
 
 def bench_of(target, num_rows=QUICK.rows):
@@ -69,9 +67,9 @@ def test_one_bit_is_found_among_rows_of_every_kind_each_compared_once(monkeypatc
 
 def test_requests_of_every_family_are_compared_once():
     works = [*paths.works(bench_of(Race, 10_000), "block")]
-    assert sum(len(work.drafted.seeds) for work in works) == 1000
+    assert sum(len(drafted.seeds) for drafted, _ in works) == 1000
     assert len(works) == NUM_FAMILIES
-    assert {each.temperature for each in works[0].drafted.params} == {0.0}
+    assert {each.temperature for each in works[0][0].params} == {0.0}
 
 
 class OfGpus(PathOfOneBit):
@@ -125,20 +123,19 @@ def test_rows_that_are_declared_to_raise_are_left_out():
 
 def test_drafts_of_every_drafter_are_mixed_in():
     bench = Bench(Race, None, CPU, QUICK)
-    work = drafted_rows(bench, 256, 127, 5)
-    drafted = work.drafted
+    drafted, own = drafted_rows(bench, 256, 127, 5)
     assert set(drafted.num_drafts) == set(range(rows.WIDTH + 1))
     assert drafted.logits.shape == (sum(drafted.num_drafts) + 256, 127)
     assert drafted.probs.shape == (sum(drafted.num_drafts), 127)
     assert (drafted.drafts >= 127).any()
     verified = bench.verify(drafted._replace(probs=None), "match")
-    assert not strays(work, verified).any()
+    assert not strays(drafted, own, verified).any()
     accepted = verified.num_accepted == torch.tensor(drafted.num_drafts)
     share = accepted[torch.tensor(drafted.num_drafts) > 3].float().mean()
     assert 0.2 < share < 0.9  # the perfect drafter, a quarter of the requests, and not all of them
     for field in ("num_emitted", "num_accepted"):
         changed = verified._replace(**{field: getattr(verified, field) + 1})
-        assert strays(work, changed).all()
+        assert strays(drafted, own, changed).all()
 
 
 Outputs = SampleOutputs | VerifyOutputs
@@ -189,7 +186,7 @@ def sampler(monkeypatch):
 
 @pytest.fixture
 def bench():
-    return Bench(EagerOnCpu, None, torch.device("cpu"), QUICK)
+    return Bench(Eager, None, torch.device("cpu"), QUICK)
 
 
 def test_a_captured_step_draws_for_the_requests_of_each_call(sampler, bench):
@@ -198,14 +195,14 @@ def test_a_captured_step_draws_for_the_requests_of_each_call(sampler, bench):
     step = CapturedStep(sampler, first.logits, torch.tensor(first.positions))
     for batch in (*batches, batches[1]):
         found = step(batch.logits, batch.params, batch.seeds, torch.tensor(batch.positions))
-        assert found.tolist() == bench.sample(*batch).tolist()
+        assert found.token_ids.tolist() == bench.sample(*batch).tolist()
     held = len({*zip(batches[1].params, batches[1].seeds, strict=True)})
     assert sampler.num_free_slots == 4000 - held
 
 
 @pytest.mark.parametrize("rule", ["match", "rejection", "block"])
 def test_a_captured_verification_commits_for_the_requests_of_each_call(rule, sampler, bench):
-    works = [drafted_rows(bench, 32, 127, families).drafted for families in (5, 2)]
+    works = [drafted_rows(bench, 32, 127, families)[0] for families in (5, 2)]
     asked = [each._replace(probs=None) if rule == "match" else each for each in works]
     step = CapturedVerification(sampler, asked[0], rule)
     for each in (*asked, asked[0]):
@@ -224,12 +221,12 @@ def test_replays_are_warmed_up_for_the_mode_of_each_batch_once(bench, monkeypatc
         batch = mixed_batch(bench, 300, 127, families)
         found = path.sample(batch.logits, batch.params, batch.seeds, torch.tensor(batch.positions))
         assert torch.equal(found, bench.sample(*batch))
-        drafted = drafted_rows(bench, 8, 127, families).drafted._replace(probs=None)
+        drafted = drafted_rows(bench, 8, 127, families)[0]._replace(probs=None)
         assert torch.equal(committed(path.verify(drafted, "match")), committed(bench.verify(drafted, "match")))
     assert warmed == ["greedy", "greedy", "full", "full"]
 
 
 def test_every_path_but_its_own_is_named():
     names = {name for name, each in PATHS.items() if each.place == "cpu" or torch.cuda.is_available()}
-    assert set(EagerOnCpu(32, torch.device("cpu")).paths()) == names - {"eager CPU"}
+    assert set(Eager(32, torch.device("cpu")).paths()) == names - {"eager CPU"}
     assert set(Compiled(32, torch.device("cpu")).paths()) == names - {"compiled CPU"}

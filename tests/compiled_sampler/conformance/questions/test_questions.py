@@ -9,7 +9,8 @@ import torch
 from compiled_sampler.conformance import QUICK, Bench, Effort, Outcome, Semantics, ask, chosen, ours, peers
 from compiled_sampler.conformance.evidence import FALSE_ALARM
 from compiled_sampler.conformance.ours import Graph
-from compiled_sampler.conformance.questions import QUESTIONS, cost, law
+from compiled_sampler.conformance.questions import cost, law
+from compiled_sampler.conformance.suite import QUESTIONS
 from tests.compiled_sampler.conformance.adapters import broken_adapters
 from tests.compiled_sampler.conformance.adapters.broken_adapters import (
     ALSO_FOUND,
@@ -72,6 +73,11 @@ def test_a_right_sampler_that_writes_its_logits_fails_one_question_unless_it_dec
     names = ("robustness", "verification.counters", "verification.stream", "law.probs", "law.logprobs", "determinism.*")
     results = [ask(bench, each) for each in chosen(names)]
     assert {each.question for each in results if each.outcome is Outcome.FAILED} == failed
+
+
+def test_a_sampler_that_declares_no_order_of_greedy_ties_may_take_any():
+    result = ask(bench_of(broken_adapters.TakesAnyOfTies), *chosen(["robustness.infinity"]))
+    assert result.outcome is Outcome.PASSED, result
 
 
 @pytest.mark.parametrize("target", [broken_adapters.Undeclared, broken_adapters.DeclaresDict])
@@ -142,7 +148,7 @@ class Simulated:
 def device(monkeypatch):
     """The simulated device, instead of the one that is measured."""
     made = Simulated()
-    monkeypatch.setattr(cost, "device_of", lambda bench: made)
+    monkeypatch.setattr(cost, "Device", lambda bench: made)
     allocates, waits = Allocates.replayed, Waits.replayed
 
     def counted(self, tokens):
