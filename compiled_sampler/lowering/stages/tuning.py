@@ -10,91 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from compiled_sampler.core.rows import gather_rows
-from compiled_sampler.edits.bad_words import without_bad_words
-from compiled_sampler.edits.bias import write_biases
-from compiled_sampler.edits.changes import take_back
-from compiled_sampler.edits.dry import without_repetitions
-from compiled_sampler.edits.min_tokens import without_stops
-from compiled_sampler.edits.penalties import write_penalties
-from compiled_sampler.edits.recording import cut_at_stop, record_drafts, record_draws, record_ends, with_finished
-from compiled_sampler.exact.row_race import (
-    IN_TORCH,
-    draw_from_candidates_and_winners,
-    draw_from_winners,
-    race_and_weigh,
-    race_beyond_candidates,
-    race_rows,
-    race_top_k,
-)
-from compiled_sampler.exact.threshold import (
-    block_masses,
-    flag_exceeding_rows,
-    row_masses,
-    search_in_order,
-    search_threshold,
-    threshold_from_candidates,
-    threshold_without_candidates,
-)
-from compiled_sampler.passes.block_laws import law_in_blocks, law_scale, sum_block_laws
-from compiled_sampler.passes.bounds import draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
-from compiled_sampler.passes.candidates import (
-    STORED_BLOCK,
-    all_blocks,
-    all_coarser,
-    child_blocks,
-    child_tokens,
-    choose,
-    choose_blocks,
-    choose_child_blocks,
-    choose_child_tokens,
-    place,
-    rank,
-    select,
-    sort,
-)
-from compiled_sampler.passes.kept import cut_of_drawn, kept_in_blocks, sum_kept
-from compiled_sampler.passes.law import (
-    candidate_law,
-    probability_blocks,
-    sum_law,
-    unfiltered_weights,
-    weight_blocks,
-)
-from compiled_sampler.passes.logprobs import logprobs_from_kept, tokens_before, top_logprobs
-from compiled_sampler.passes.maxima import (
-    coarser_keys,
-    customized_with_maxima,
-    masked_with_maxima,
-    mass_units,
-    order_maxima,
-    order_maxima_of,
-    rows_of_blocks,
-)
-from compiled_sampler.passes.race import (
-    draw_and_keep,
-    draw_from_blocks,
-    draw_from_candidates,
-    draw_from_unordered_candidates,
-    first_from_blocks,
-    race_maxima,
-)
-from compiled_sampler.passes.shards import draw_from_told, first_of_shard, winners_of_blocks, winners_of_leaders
-from compiled_sampler.passes.typical_p import with_digit
+from compiled_sampler.edits import bad_words, bias, changes, dry, min_tokens, penalties, recording
+from compiled_sampler.exact import row_race, threshold
+from compiled_sampler.passes import block_laws, bounds, candidates, kept, law, logprobs, maxima, race, shards, typical_p
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS, is_gpu, row_class
-from compiled_sampler.speculation.acceptance import judge_drafts
-from compiled_sampler.speculation.emission import emit_matches, final_rows
-from compiled_sampler.speculation.residual import (
-    draw_from_final_blocks,
-    emit_from_final_blocks,
-    emit_from_final_candidates,
-    final_winners,
-)
+from compiled_sampler.speculation import acceptance, emission, residual
 
 Stage = Callable[..., Any]
 
@@ -114,10 +39,6 @@ class Tile(NamedTuple):
     """Reductions that are done at once at least."""
 
 
-def _nothing() -> Mapping[int, Any]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageTuning:
     """How the kernels of a stage are made; the defaults leave everything to Inductor.
@@ -127,7 +48,7 @@ class StageTuning:
 
     tile: Tile | None = None
     """For several rows; None lets Inductor time tilings of its own."""
-    tile_by_block: Mapping[int, Tile] = field(default_factory=_nothing)
+    tile_by_block: Mapping[int, Tile] = field(default_factory=dict)
     tile_of_one_row: Tile | None = None
     """For a single row."""
     warps_of_few_rows: int | None = None
@@ -139,7 +60,7 @@ class StageTuning:
     not wait for both. So only stages take part all of whose kernels wait (a test reads their code), and of those only
     the ones that it does not make slower.
     """
-    overlap_rows_by_block: Mapping[int, int] = field(default_factory=_nothing)
+    overlap_rows_by_block: Mapping[int, int] = field(default_factory=dict)
     streams: bool = False
     """Whether what it reads of logits or probabilities is marked as not to be kept in the cache."""
     launches_next_promptly: bool = False
@@ -208,77 +129,65 @@ class StageTuning:
 
 _ONE_ROW = Tile(256, 4, 1)  # a row a thread block; eight warps take a fifth longer, of 512 rows
 _TWO_ROWS = Tile(128, 4)  # two rows a thread block, where a row is one element of the kernel's output
+# a level of candidates in one kernel
+_ONE_LEVEL = StageTuning(tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True)
 
 TUNING: Mapping[Stage, StageTuning] = {
-    # core/rows.py
     gather_rows: StageTuning(overlap_rows=ALWAYS, launches_next_promptly=True, shared_by_row_classes=True),
-    # edits
-    write_biases: StageTuning(shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS),
-    write_penalties: StageTuning(shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS),
-    take_back: StageTuning(shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS),
-    without_stops: StageTuning(shared_by_row_classes=True),
-    without_bad_words: StageTuning(shared_by_row_classes=True),
-    without_repetitions: StageTuning(shared_by_row_classes=True),
-    record_draws: StageTuning(
+    bias.write_biases: StageTuning(shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS),
+    penalties.write_penalties: StageTuning(shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS),
+    changes.take_back: StageTuning(shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS),
+    min_tokens.without_stops: StageTuning(shared_by_row_classes=True),
+    bad_words.without_bad_words: StageTuning(shared_by_row_classes=True),
+    dry.without_repetitions: StageTuning(shared_by_row_classes=True),
+    recording.record_draws: StageTuning(
         tile=Tile(2048, 8, 1), shared_by_row_classes=True, one_axis=True, writes=True, overlap_rows=ALWAYS
     ),
-    record_drafts: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, one_axis=True, writes=True),
-    record_ends: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, one_axis=True, writes=True),
-    with_finished: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
-    cut_at_stop: StageTuning(shared_by_row_classes=True),
-    # passes/maxima.py, of copies
-    masked_with_maxima: StageTuning(tile=Tile(2048, 4), tile_of_one_row=Tile(128, 1), streams=True),
-    customized_with_maxima: StageTuning(tile=Tile(2048, 4), tile_of_one_row=Tile(128, 1)),
-    # passes/maxima.py
-    order_maxima: StageTuning(
+    recording.record_drafts: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, one_axis=True, writes=True),
+    recording.record_ends: StageTuning(tile=Tile(2048, 8, 1), shared_by_row_classes=True, one_axis=True, writes=True),
+    recording.with_finished: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
+    recording.cut_at_stop: StageTuning(shared_by_row_classes=True),
+    maxima.masked_with_maxima: StageTuning(tile=Tile(2048, 4), tile_of_one_row=Tile(128, 1), streams=True),
+    maxima.customized_with_maxima: StageTuning(tile=Tile(2048, 4), tile_of_one_row=Tile(128, 1)),
+    maxima.order_maxima: StageTuning(
         tile=Tile(512, 4),
         tile_by_block={1024: Tile(256, 2)},
         tile_of_one_row=Tile(128, 1),
         overlap_rows=ALWAYS,
-        overlap_rows_by_block={STORED_BLOCK: SMALL_ROWS},
+        overlap_rows_by_block={candidates.STORED_BLOCK: SMALL_ROWS},
         streams=True,
         same_by_row_classes=True,
     ),
-    order_maxima_of: StageTuning(tile=Tile(256, 2), overlap_rows=ALWAYS, streams=True),
-    coarser_keys: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
-    rows_of_blocks: StageTuning(
+    maxima.order_maxima_of: StageTuning(tile=Tile(256, 2), overlap_rows=ALWAYS, streams=True),
+    maxima.coarser_keys: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
+    maxima.rows_of_blocks: StageTuning(
         tile=_TWO_ROWS, overlap_rows=ALWAYS, launches_next_promptly=True, ahead_rows=SMALL_ROWS
     ),
-    mass_units: StageTuning(tile=_TWO_ROWS),
-    # passes/candidates.py
-    all_coarser: StageTuning(tile=Tile(1024, 4), overlap_rows=ALWAYS, shared_by_row_classes=True),
-    all_blocks: StageTuning(overlap_rows=ALWAYS),
-    child_blocks: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
-    child_tokens: StageTuning(tile=Tile(1024, 4), overlap_rows=ALWAYS, shared_by_row_classes=True),
-    # passes/candidates.py, a level in one kernel
-    choose_blocks: StageTuning(tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True),
-    choose_child_blocks: StageTuning(
-        tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True
-    ),
-    choose_child_tokens: StageTuning(
-        tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True
-    ),
-    # passes/candidates.py, the largest keys
-    sort: StageTuning(tile=Tile(128, 2), overlap_rows=ALWAYS, same_by_row_classes=True),
-    rank: StageTuning(tile=Tile(4096, 4), overlap_rows=ALWAYS),
-    place: StageTuning(overlap_rows=ALWAYS),
-    choose: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
-    select: StageTuning(opaque=True),
-    # passes/race.py, of candidates
-    draw_from_candidates: StageTuning(warps_of_few_rows=1, overlap_rows=ALWAYS, shared_by_row_classes=True),
-    draw_from_unordered_candidates: StageTuning(
+    maxima.mass_units: StageTuning(tile=_TWO_ROWS),
+    candidates.all_coarser: StageTuning(tile=Tile(1024, 4), overlap_rows=ALWAYS, shared_by_row_classes=True),
+    candidates.all_blocks: StageTuning(overlap_rows=ALWAYS),
+    candidates.child_blocks: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
+    candidates.child_tokens: StageTuning(tile=Tile(1024, 4), overlap_rows=ALWAYS, shared_by_row_classes=True),
+    candidates.choose_blocks: _ONE_LEVEL,
+    candidates.choose_child_blocks: _ONE_LEVEL,
+    candidates.choose_child_tokens: _ONE_LEVEL,
+    candidates.sort: StageTuning(tile=Tile(128, 2), overlap_rows=ALWAYS, same_by_row_classes=True),
+    candidates.rank: StageTuning(tile=Tile(4096, 4), overlap_rows=ALWAYS),
+    candidates.place: StageTuning(overlap_rows=ALWAYS),
+    candidates.choose: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
+    candidates.select: StageTuning(opaque=True),
+    race.draw_from_candidates: StageTuning(warps_of_few_rows=1, overlap_rows=ALWAYS, shared_by_row_classes=True),
+    race.draw_from_unordered_candidates: StageTuning(
         tile=Tile(128, 2), overlap_rows=ALWAYS, fuses_everything=True, same_by_row_classes=True
     ),
-    draw_and_keep: StageTuning(tile=Tile(128, 2), fuses_everything=True),
-    # passes/bounds.py
-    race_bounds: StageTuning(tile=Tile(1024, 1), streams=True, same_by_row_classes=True),
-    race_masked_bounds: StageTuning(tile=Tile(128, 1), streams=True, same_by_row_classes=True),
-    race_leaders: StageTuning(
+    race.draw_and_keep: StageTuning(tile=Tile(128, 2), fuses_everything=True),
+    bounds.race_bounds: StageTuning(tile=Tile(1024, 1), streams=True, same_by_row_classes=True),
+    bounds.race_masked_bounds: StageTuning(tile=Tile(128, 1), streams=True, same_by_row_classes=True),
+    bounds.race_leaders: StageTuning(
         tile=Tile(2048, 8, 1), tile_by_block={256: Tile(1024, 4, 1)}, overlap_rows=ALWAYS, same_by_row_classes=True
     ),
-    draw_from_leaders: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, same_by_row_classes=True),
-    # passes/race.py
-    race_maxima: StageTuning(
+    bounds.draw_from_leaders: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, same_by_row_classes=True),
+    race.race_maxima: StageTuning(
         tile=Tile(512, 4),
         tile_by_block={256: Tile(256, 1)},
         tile_of_one_row=Tile(256, 1),
@@ -286,64 +195,62 @@ TUNING: Mapping[Stage, StageTuning] = {
         overlap_rows_by_block={512: SMALL_ROWS},
         streams=True,
     ),
-    draw_from_blocks: StageTuning(tile=Tile(128, 8), overlap_rows=ALWAYS),
-    first_from_blocks: StageTuning(
+    race.draw_from_blocks: StageTuning(tile=Tile(128, 8), overlap_rows=ALWAYS),
+    race.first_from_blocks: StageTuning(
         tile=_TWO_ROWS,
-        tile_by_block={STORED_BLOCK: Tile(2048, 8, 1)},  # 16 times as many blocks
+        tile_by_block={candidates.STORED_BLOCK: Tile(2048, 8, 1)},  # 16 times as many blocks
         overlap_rows=ALWAYS,
         ahead_rows=ALWAYS,
         shared_by_row_classes=True,
     ),
-    # passes/shards.py; no kernel beside a collective takes part in programmatic dependent launch
-    first_of_shard: StageTuning(tile=_TWO_ROWS, shared_by_row_classes=True),
-    winners_of_blocks: StageTuning(tile=Tile(128, 8)),
-    winners_of_leaders: StageTuning(tile=_TWO_ROWS, same_by_row_classes=True),
-    draw_from_told: StageTuning(tile=Tile(128, 2), fuses_everything=True, same_by_row_classes=True),
-    # passes/law.py
-    candidate_law: StageTuning(warps_of_few_rows=1, shared_by_row_classes=True),
-    unfiltered_weights: StageTuning(tile=Tile(1024, 1), warps_of_few_rows=1, overlap_rows=ALWAYS, streams=True),
-    weight_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=SMALL_ROWS),
-    probability_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=ALWAYS, streams=True),
-    sum_law: StageTuning(tile=_TWO_ROWS),
-    # logprobs
-    law_scale: StageTuning(overlap_rows=ALWAYS, launches_next_promptly=True, shared_by_row_classes=True),
-    law_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
-    sum_block_laws: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
-    cut_of_drawn: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
-    kept_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
-    sum_kept: StageTuning(tile=_TWO_ROWS),
-    tokens_before: StageTuning(
+    # no kernel beside a collective takes part in programmatic dependent launch
+    shards.first_of_shard: StageTuning(tile=_TWO_ROWS, shared_by_row_classes=True),
+    shards.winners_of_blocks: StageTuning(tile=Tile(128, 8)),
+    shards.winners_of_leaders: StageTuning(tile=_TWO_ROWS, same_by_row_classes=True),
+    shards.draw_from_told: StageTuning(tile=Tile(128, 2), fuses_everything=True, same_by_row_classes=True),
+    law.candidate_law: StageTuning(warps_of_few_rows=1, shared_by_row_classes=True),
+    law.unfiltered_weights: StageTuning(tile=Tile(1024, 1), warps_of_few_rows=1, overlap_rows=ALWAYS, streams=True),
+    law.weight_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=SMALL_ROWS),
+    law.probability_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=ALWAYS, streams=True),
+    law.sum_law: StageTuning(tile=_TWO_ROWS),
+    block_laws.law_scale: StageTuning(overlap_rows=ALWAYS, launches_next_promptly=True, shared_by_row_classes=True),
+    block_laws.law_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
+    block_laws.sum_block_laws: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
+    kept.cut_of_drawn: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
+    kept.kept_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
+    kept.sum_kept: StageTuning(tile=_TWO_ROWS),
+    logprobs.tokens_before: StageTuning(
         tile=Tile(512, 4), tile_by_block={1024: Tile(256, 2)}, streams=True, overlap_rows=ALWAYS
     ),
-    top_logprobs: StageTuning(shared_by_row_classes=True),
-    logprobs_from_kept: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
-    # passes/typical_p.py
-    with_digit: StageTuning(tile=Tile(2048, 8, 1)),
-    # exact/threshold.py
-    block_masses: StageTuning(tile_of_one_row=Tile(512, 2), overlap_rows=SMALL_ROWS),
-    flag_exceeding_rows: StageTuning(tile=Tile(4096, 8), overlap_rows=ALWAYS, shared_by_row_classes=True),
-    row_masses: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
-    threshold_from_candidates: StageTuning(tile=_TWO_ROWS, shared_by_row_classes=True),
-    threshold_without_candidates: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, shared_by_row_classes=True),
-    search_threshold: StageTuning(opaque=True, num_kernels=3),
-    search_in_order: StageTuning(opaque=True),
-    # exact/row_race.py
-    race_rows: StageTuning(opaque=True),
-    race_and_weigh: StageTuning(opaque=True),
-    race_beyond_candidates: StageTuning(opaque=True, num_kernels=4),
-    race_top_k: StageTuning(opaque=True, num_kernels=4),
-    draw_from_winners: StageTuning(overlap_rows=ALWAYS),
-    draw_from_candidates_and_winners: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS, same_by_row_classes=True),
-    # speculation/acceptance.py
-    judge_drafts: StageTuning(tile=Tile(128, 1), warps_of_few_rows=1, overlap_rows=ALWAYS),
-    final_rows: StageTuning(overlap_rows=ALWAYS),
-    # speculation/emission.py
-    emit_matches: StageTuning(tile=Tile(128, 1), warps_of_few_rows=1, overlap_rows=SMALL_ROWS, keeps_reductions=True),
-    # speculation/residual.py
-    emit_from_final_candidates: StageTuning(tile=_TWO_ROWS, warps_of_few_rows=1),
-    final_winners: StageTuning(tile=Tile(512, 1), warps_of_few_rows=1, overlap_rows=ALWAYS, streams=True),
-    draw_from_final_blocks: StageTuning(tile=_TWO_ROWS),
-    emit_from_final_blocks: StageTuning(tile=Tile(128, 1), warps_of_few_rows=2, overlap_rows=ALWAYS),
+    logprobs.top_logprobs: StageTuning(shared_by_row_classes=True),
+    logprobs.logprobs_from_kept: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
+    typical_p.with_digit: StageTuning(tile=Tile(2048, 8, 1)),
+    threshold.block_masses: StageTuning(tile_of_one_row=Tile(512, 2), overlap_rows=SMALL_ROWS),
+    threshold.flag_exceeding_rows: StageTuning(tile=Tile(4096, 8), overlap_rows=ALWAYS, shared_by_row_classes=True),
+    threshold.row_masses: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
+    threshold.threshold_from_candidates: StageTuning(tile=_TWO_ROWS, shared_by_row_classes=True),
+    threshold.threshold_without_candidates: StageTuning(
+        tile=_TWO_ROWS, overlap_rows=ALWAYS, shared_by_row_classes=True
+    ),
+    threshold.search_threshold: StageTuning(opaque=True, num_kernels=3),
+    threshold.search_in_order: StageTuning(opaque=True),
+    row_race.race_rows: StageTuning(opaque=True),
+    row_race.race_and_weigh: StageTuning(opaque=True),
+    row_race.race_beyond_candidates: StageTuning(opaque=True, num_kernels=4),
+    row_race.race_top_k: StageTuning(opaque=True, num_kernels=4),
+    row_race.draw_from_winners: StageTuning(overlap_rows=ALWAYS),
+    row_race.draw_from_candidates_and_winners: StageTuning(
+        tile=_TWO_ROWS, overlap_rows=ALWAYS, same_by_row_classes=True
+    ),
+    acceptance.judge_drafts: StageTuning(tile=Tile(128, 1), warps_of_few_rows=1, overlap_rows=ALWAYS),
+    emission.final_rows: StageTuning(overlap_rows=ALWAYS),
+    emission.emit_matches: StageTuning(
+        tile=Tile(128, 1), warps_of_few_rows=1, overlap_rows=SMALL_ROWS, keeps_reductions=True
+    ),
+    residual.emit_from_final_candidates: StageTuning(tile=_TWO_ROWS, warps_of_few_rows=1),
+    residual.final_winners: StageTuning(tile=Tile(512, 1), warps_of_few_rows=1, overlap_rows=ALWAYS, streams=True),
+    residual.draw_from_final_blocks: StageTuning(tile=_TWO_ROWS),
+    residual.emit_from_final_blocks: StageTuning(tile=Tile(128, 1), warps_of_few_rows=2, overlap_rows=ALWAYS),
 }
 """By stage. A race in blocks of 256 tokens is over short rows, and overlaps however many they are."""
 
@@ -357,4 +264,4 @@ def tuning_of(stage: Stage) -> StageTuning:
 
 def is_hand_written(stage: Stage) -> bool:
     """Whether a stage has kernels of its own on a GPU, which torch stands in for until they are compiled."""
-    return stage in IN_TORCH
+    return stage in row_race.IN_TORCH
