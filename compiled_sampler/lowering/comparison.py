@@ -22,9 +22,9 @@ from compiled_sampler.batch import SlotTable
 from compiled_sampler.edits.history import History, HistoryRows
 from compiled_sampler.edits.tables import TABLES as EDIT_TABLES
 from compiled_sampler.logit_edit import CustomEdits
-from compiled_sampler.lowering.compiling.stage_code import fault_of
-from compiled_sampler.lowering.stages.stage_call import TABLES, TensorSpec, copies
-from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
+from compiled_sampler.lowering.layouts import TABLES, TensorSpec, copies
+from compiled_sampler.lowering.stage_code import fault_of
+from compiled_sampler.lowering.tuning import Stage, tuning_of
 from compiled_sampler.pipeline.eager import eagerly
 
 _NAN_BITS = 0x7F80_0001  # the smallest NaN, as an integer

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.comparison import fault
-from compiled_sampler.lowering.compiling.compile_queue import HANGS, QUEUE, Settled, WantedStage
-from compiled_sampler.lowering.compiling.listing import Listing
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
+from compiled_sampler.lowering.compile_queue import HANGS, QUEUE, Settled, WantedStage
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, set_up_compilers
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.stages.stage_call import StageCall, leaves, shape
-from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written, tuning_of
+from compiled_sampler.lowering.layouts import StageCall, leaves, shape
+from compiled_sampler.lowering.listing import Listing
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode, fault_of
+from compiled_sampler.lowering.tuning import Stage, is_hand_written, tuning_of
 from compiled_sampler.pipeline.eager import without_kernels
 
 Progress = Callable[[int, int, str], object]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 from compiled_sampler import Plan, SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling.stage_code import StageCode
+from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.modes import RULES
 from tests.cases.hard_rows import Batch
 from tests.graph_cache.recorded import RecordingBackend

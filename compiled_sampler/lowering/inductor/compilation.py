@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.inductor.versions import is_known, was_checked
-from compiled_sampler.lowering.stages.stage_call import TABLES, TensorSpec
+from compiled_sampler.lowering.layouts import TABLES, TensorSpec
 
 Options = dict[str, str | int | bool | Callable[..., Any]]
 

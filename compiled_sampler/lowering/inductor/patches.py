@@ -13,7 +13,7 @@ import torch
 
 from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.stages.tuning import StageTuning
+from compiled_sampler.lowering.tuning import StageTuning
 
 _CAST = "to_dtype_bitcast"
 _SMALLEST = 4  # bytes of a lane; narrower ones may be held as something wider

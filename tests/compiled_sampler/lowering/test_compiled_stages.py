@@ -12,9 +12,9 @@ from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.exact.threshold import order_keys
+from compiled_sampler.lowering import stage_code
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
-from compiled_sampler.lowering.compiling import stage_code
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.passes.candidates import all_coarser
 from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, drawn, held, nothing_compiles, same, shared_sampler
 

@@ -21,7 +21,7 @@ from compiled_sampler.lowering.inductor import compilation, layout_guards, versi
 from compiled_sampler.lowering.inductor.layout_guards import alike
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import KNOWN_TORCH, UnknownTorchWarning, is_known
-from compiled_sampler.lowering.stages.tuning import tuning_of
+from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.passes.race import race_maxima
 from tests.builders.sampler import REQUESTS, V, drawn, nothing_compiles, same, shared_sampler
 

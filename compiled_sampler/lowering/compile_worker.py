@@ -1,4 +1,4 @@
-"""Compiles the stages that its standard input names, and keeps them on disk: started by ``compile_processes``.
+"""Compiles the stages that its standard input names, and keeps them on disk: started by ``compile_process``.
 
 It answers on its standard output why a stage is not there, a pickled text that is empty where it is.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
 from compiled_sampler.lowering.inductor.compilation import import_compilers, set_up_triton
-from compiled_sampler.lowering.stages.stage_call import StageCall
+from compiled_sampler.lowering.layouts import StageCall
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode, fault_of
 
 
 def main() -> None:

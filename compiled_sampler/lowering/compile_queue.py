@@ -25,11 +25,11 @@ from weakref import WeakSet
 import torch
 
 from compiled_sampler.exact.triton import LOCK, triton_operators
-from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, HandWritten, StageCode, fault_of
+from compiled_sampler.lowering.compile_process import CompileProcess
 from compiled_sampler.lowering.inductor.compilation import Compiled, import_compilers, set_up_triton
-from compiled_sampler.lowering.stages.stage_call import StageCall
-from compiled_sampler.lowering.stages.tuning import is_hand_written
+from compiled_sampler.lowering.layouts import StageCall
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, HandWritten, StageCode, fault_of
+from compiled_sampler.lowering.tuning import is_hand_written
 from compiled_sampler.pipeline.schedule import is_gpu
 
 PROCESSES_VARIABLE = "COMPILED_SAMPLER_PROCESSES"

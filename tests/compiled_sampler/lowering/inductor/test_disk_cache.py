@@ -20,12 +20,12 @@ from compiled_sampler.edits.bias import write_biases
 from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.penalties import write_penalties
 from compiled_sampler.edits.recording import cut_at_stop, record_draws, with_finished
+from compiled_sampler.lowering import stage_code
 from compiled_sampler.lowering.comparison import difference, outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling import disk_cache, stage_code
-from compiled_sampler.lowering.compiling.disk_cache import claimed
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode
-from compiled_sampler.lowering.inductor import compilation
+from compiled_sampler.lowering.inductor import compilation, disk_cache
+from compiled_sampler.lowering.inductor.disk_cache import claimed
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.params import SamplingParams
 from tests.builders.inputs import slot_table
 from tests.builders.sampler import nothing_compiles

@@ -20,13 +20,13 @@ from pathlib import Path
 import torch
 
 from compiled_sampler.exact.triton import LOCK
-from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.inductor.compilation import assembler_of_triton
-from compiled_sampler.lowering.stages.stage_call import StageCall
+from compiled_sampler.lowering.layouts import StageCall
+from compiled_sampler.lowering.stage_code import StageCode
 
 _PATIENCE = 300.0  # seconds without a tick of CPU time, after which a process hangs; on busy cores it only waits
 _NICENESS = 19
-_WORKER = "compiled_sampler.lowering.compiling.compile_worker"
+_WORKER = "compiled_sampler.lowering.compile_worker"
 
 
 class CompileProcess:

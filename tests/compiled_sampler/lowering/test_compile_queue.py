@@ -28,10 +28,9 @@ from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.exact import row_race, triton
 from compiled_sampler.exact.row_race import IN_TORCH, race_top_k_in_torch
 from compiled_sampler.exact.triton import LOCK
-from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
-from compiled_sampler.lowering.compiling import compile_processes, compile_queue
-from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
-from compiled_sampler.lowering.compiling.compile_queue import (
+from compiled_sampler.lowering import compile_process, compile_queue
+from compiled_sampler.lowering.compile_process import CompileProcess
+from compiled_sampler.lowering.compile_queue import (
     HANGS,
     NO_PROCESS,
     NOT_KEPT,
@@ -39,8 +38,9 @@ from compiled_sampler.lowering.compiling.compile_queue import (
     QUEUE,
     number_of_processes,
 )
-from compiled_sampler.lowering.compiling.stage_code import HandWritten, StageCode
-from compiled_sampler.lowering.stages.stage_call import StageCall
+from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
+from compiled_sampler.lowering.layouts import StageCall
+from compiled_sampler.lowering.stage_code import HandWritten, StageCode
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.inputs import sample_inputs
 from tests.builders.sampler import V, nothing_compiles
@@ -55,7 +55,7 @@ def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user has it, with one process."""
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
     monkeypatch.setenv(PROCESSES_VARIABLE, "1")
-    monkeypatch.setattr(compile_processes, "_NICENESS", 0)  # beside other tests it would hardly ever run
+    monkeypatch.setattr(compile_process, "_NICENESS", 0)  # beside other tests it would hardly ever run
     monkeypatch.setattr(compile_queue, "_IDLE_SECONDS", 0.0)  # no test finds the process of another
 
 
@@ -113,7 +113,7 @@ def test_a_stage_runs_eager_until_a_process_has_compiled_it_and_the_log_says_so(
 
 def test_what_is_on_disk_starts_no_process(stages, empty_disk):
     put_on_disk()
-    with mock.patch.object(compile_processes, "_started", side_effect=AssertionError("started")), compiled_nowhere():
+    with mock.patch.object(compile_process, "_started", side_effect=AssertionError("started")), compiled_nowhere():
         assert is_right(stages)
         assert settled(stages)
         assert is_right(stages)
@@ -164,9 +164,9 @@ def test_a_draw_imports_its_kernels_after_a_thread_that_imports_the_compilers(mo
 
 
 FAILURES: dict[str, tuple[Any, str, Any, str]] = {
-    "it ends": (compile_processes, "_WORKER", "compileall", "the process that compiles it ended"),
-    "it cannot be started": (compile_processes.sys, "executable", "/nowhere/python", "no process can be started"),
-    "its stage cannot be sent": (compile_processes.pickle, "dumps", mock.Mock(side_effect=pickle.PicklingError), "ask"),
+    "it ends": (compile_process, "_WORKER", "compileall", "the process that compiles it ended"),
+    "it cannot be started": (compile_process.sys, "executable", "/nowhere/python", "no process can be started"),
+    "its stage cannot be sent": (compile_process.pickle, "dumps", mock.Mock(side_effect=pickle.PicklingError), "ask"),
     "it fails": (CompileProcess, "compile", lambda *_: "it fails with OSError: no space left", "no space left"),
     "it keeps nothing": (CompileProcess, "compile", lambda *_: "", "it cannot be read in"),
     "we fail": (compile_queue, "import_compilers", mock.Mock(side_effect=ImportError("planted")), "ImportError: plant"),
@@ -198,8 +198,8 @@ def made_of(code: StageCode) -> Any:
 def test_a_process_that_hangs_is_stopped(stages, empty_disk, monkeypatch):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    monkeypatch.setattr(compile_processes, "_started", lambda environment: started)
-    monkeypatch.setattr(compile_processes, "_PATIENCE", 0.2)
+    monkeypatch.setattr(compile_process, "_started", lambda environment: started)
+    monkeypatch.setattr(compile_process, "_PATIENCE", 0.2)
     assert is_right(stages)
     assert settled(stages, 60.0)
     assert started.wait(60) is not None
@@ -210,9 +210,9 @@ def test_a_process_that_works_for_long_is_waited_for(monkeypatch):
     works = "import pickle, sys, time\nwhile time.process_time() < 2: pass\nsys.stdout.buffer.write(pickle.dumps(''))"
     command, pipes = [sys.executable, "-c", works], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     started = subprocess.Popen(command, start_new_session=True, **pipes)
-    monkeypatch.setattr(compile_processes, "_started", lambda environment: started)
-    monkeypatch.setattr(compile_processes, "_PATIENCE", 0.5)
-    process = compile_processes.CompileProcess()
+    monkeypatch.setattr(compile_process, "_started", lambda environment: started)
+    monkeypatch.setattr(compile_process, "_PATIENCE", 0.5)
+    process = compile_process.CompileProcess()
     assert process.compile(StageCall.of(order_maxima, (LOGITS,), STATIC), Path("nowhere")) == ""
     process.end()
 

@@ -13,12 +13,12 @@ from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.exact.triton import LOCK, launch_class
 from compiled_sampler.logit_edit import CustomEdits
-from compiled_sampler.lowering.compiling.disk_cache import claimed, load, path_of, store
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
+from compiled_sampler.lowering.inductor.disk_cache import claimed, load, path_of, store
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.stages.stage_call import StageCall, is_far, layout, leaves, table_layouts, unshared
-from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written, tuning_of
+from compiled_sampler.lowering.layouts import StageCall, is_far, layout, leaves, table_layouts, unshared
+from compiled_sampler.lowering.tuning import Stage, is_hand_written, tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
 
 EXACT_OPTIONS: Options = {

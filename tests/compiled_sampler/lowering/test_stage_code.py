@@ -15,9 +15,9 @@ from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.stage import call
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
-from compiled_sampler.lowering.compiling.listing import fake_results, zeros_like
-from compiled_sampler.lowering.compiling.stage_code import StageCode
-from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
+from compiled_sampler.lowering.layouts import StageCall, TensorSpec
+from compiled_sampler.lowering.listing import fake_results, zeros_like
+from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.edits import OF_EDIT
 from tests.builders.sampler import nothing_compiles

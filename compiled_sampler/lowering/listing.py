@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from compiled_sampler.lowering.compiling.stage_code import StageCode
 from compiled_sampler.lowering.inductor.compilation import fake_results
-from compiled_sampler.lowering.stages.stage_call import StageCall
-from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written
+from compiled_sampler.lowering.layouts import StageCall
+from compiled_sampler.lowering.stage_code import StageCode
+from compiled_sampler.lowering.tuning import Stage, is_hand_written
 
 
 class Listing:

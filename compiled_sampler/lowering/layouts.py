@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from compiled_sampler.batch import DraftTable, SlotTable
 from compiled_sampler.edits.tables import TABLES as EDIT_TABLES
-from compiled_sampler.lowering.stages.tuning import Stage
+from compiled_sampler.lowering.tuning import Stage
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 
