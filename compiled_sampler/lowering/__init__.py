@@ -4,12 +4,9 @@ Modules, from the entry point down::
 
     compiled_stages             CompiledStages: the ``run`` of a stage: eager until its compiled code is there
     comparison                  on an untested torch: a compiled stage against eager torch, bit for bit, before its use
-    listing                     Listing: the stages of a warm-up, listed and answered with zeros, not compiled yet
     compile_queue               QUEUE: what calls and warm-ups want; threads load it, or have it compiled
     compile_process             CompileProcess: a process that compiles one stage after the other, at low priority
-    compile_worker              the program that it starts: compiles stages and keeps them on disk
-    stage_code                  StageCode: the code of one stage, from disk or compiled here, and with which options;
-                                HandWritten: a stage with kernels of its own in its place
+    stage_code                  StageCode: the code of one stage, from disk or compiled here, and with which options
 
     inductor.disk_cache         compiled stages on disk: their names, and the lock of the process that compiles one
     inductor.compilation        one stage through Inductor, ahead of its first run
@@ -18,6 +15,6 @@ Modules, from the entry point down::
     inductor.patches            patches of Inductor, each a context
     inductor.versions           the torch versions on which the above was checked
 
-    layouts                     StageCall: a stage, its static arguments and the layouts of its tensors
+    layouts                     TensorSpec, and what else distinguishes the tensors of calls
     tuning                      TUNING: one declaration a stage of how Inductor shapes its kernels
 """

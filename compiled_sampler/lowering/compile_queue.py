@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
@@ -27,8 +27,7 @@ import torch
 from compiled_sampler.exact.triton import LOCK, triton_operators
 from compiled_sampler.lowering.compile_process import CompileProcess
 from compiled_sampler.lowering.inductor.compilation import Compiled, import_compilers, set_up_triton
-from compiled_sampler.lowering.layouts import StageCall
-from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, HandWritten, StageCode, fault_of
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode, fault_of
 from compiled_sampler.lowering.tuning import is_hand_written
 from compiled_sampler.pipeline.schedule import is_gpu
 
@@ -56,22 +55,23 @@ Settled = Callable[["WantedStage"], object]
 
 @dataclass(eq=False)
 class WantedStage:
-    """A stage that is to be compiled, and its state: ``queued``, ``ready`` or ``eager``, for a reason."""
+    """A stage that is to be compiled."""
 
-    call: StageCall
-    """Without memory."""
+    code: StageCode
+    """Without tensors."""
     settled: Settled | None = None
     """Called by a thread when the stage is no longer queued."""
-    state: str = "eager"
+    state: Literal["eager", "queued", "ready", "failed", "due"] = "eager"
+    """Compiled if "ready", else run in eager torch; a call warns once of "failed", and the next one compiles "due"."""
     reason: str = ""
-    has_failed: bool = False
+    """Why it is in eager torch."""
     compiled: Compiled | None = None
     has_run: bool = False
 
     @property
     def name(self) -> str:
         """Of its function."""
-        return self.call.stage.__name__
+        return self.code.stage.__name__
 
 
 def number_of_processes(device: torch.device) -> int:
@@ -180,26 +180,26 @@ class CompileQueue:
 
     def _found_or_compiled(self, wanted: WantedStage, process: CompileProcess) -> tuple[Compiled | None, str]:
         """A stage from disk, after a process has compiled it if need be, or why there is none."""
-        if is_hand_written(wanted.call.stage):
+        code = wanted.code
+        if is_hand_written(code.stage):
             self.processes.add(process)
-            reason = process.compile(wanted.call, None)
-            return None if reason else _launchable(wanted.call), reason
-        found, path = _loaded(wanted.call)
+            reason = process.compile(code, None)
+            return None if reason else _launchable(code), reason
+        found, path = _loaded(code)
         if found is not None or path is None:
             return found, NOT_KEPT
         if not self._built:
             _logger.info("kernels are being compiled in the background; until then stages run in eager torch")
         self._built += 1
         self.processes.add(process)
-        reason = process.compile(wanted.call, path) or f"it cannot be read in {path.parents[2]}"
-        return _loaded(wanted.call)[0], reason
+        reason = process.compile(code, path) or f"it cannot be read in {path.parents[2]}"
+        return _loaded(code)[0], reason
 
     def _settle(self, wanted: WantedStage, compiled: Compiled | None, reason: str) -> None:
         with self.lock:
             self._taken.remove(wanted)
             wanted.compiled, wanted.reason = compiled, reason if compiled is None else ""
-            wanted.has_failed = compiled is None and reason != NOT_KEPT
-            wanted.state = "eager" if compiled is None else "ready"
+            wanted.state = "ready" if compiled is not None else "eager" if reason == NOT_KEPT else "failed"
             is_last = bool(self._built) and not self._waiting and not self._taken
             self._built = 0 if is_last else self._built
             self.lock.notify_all()
@@ -252,23 +252,20 @@ def _with_compilers() -> Iterator[None]:
             sys.setswitchinterval(before)
 
 
-def _loaded(call: StageCall) -> tuple[Compiled | None, Path | None]:
-    """What is on disk of the code of a call, and its place."""
-    with _with_compilers():
-        code = StageCode.of_call(call)
+def _loaded(code: StageCode) -> tuple[Compiled | None, Path | None]:
+    """What is on disk of the code of a stage, and its place."""
+    with _with_compilers(), _beside_captures(code.device):
         path = code.path(EXACT_OPTIONS)
-        with _beside_captures(code.device):
-            return code.found(path), path
+        return code.found(path), path
 
 
-def _launchable(call: StageCall) -> HandWritten:
+def _launchable(code: StageCode) -> Compiled:
     """A stage whose hand-written kernels Triton keeps; its next call imports nothing."""
-    device = call.specs[0].device
-    if is_gpu(device):
+    if is_gpu(code.device):
         with _with_compilers():
-            set_up_triton(device)
+            set_up_triton(code.device)
             triton_operators()
-    return HandWritten(call.stage, call.static)
+    return code.hand_written()
 
 
 @contextmanager

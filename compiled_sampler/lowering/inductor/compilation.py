@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,17 +28,13 @@ _ALIGNED_BYTES = 16  # as Inductor has it
 _SLOTS_HINT = 256  # of every table, so that code does not depend on the sampler that needs it first
 
 
-class Compiled(Protocol):
+class Compiled(NamedTuple):
     """A compiled stage."""
 
-    def __call__(self, *tensors: Any) -> Any:
-        """The stage's results."""
-
-    def guard_check(self, *tensors: Any) -> bool:
-        """Whether it was made for tensors of such shapes."""
-
-    def disable_guard_check(self) -> None:
-        """Leave ``guard_check`` to the caller."""
+    function: Callable[..., Any]
+    """Of tensors; it does not look whether it was made for them."""
+    serves: Callable[..., bool] = lambda *tensors: True
+    """Whether it was made for tensors of such shapes."""
 
 
 def compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:
@@ -46,7 +42,7 @@ def compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, opt
     # The stage has its static arguments as defaults; tensors are the first arguments, on which it does not run.
     with LOCK, _unseeded():
         if not is_known():
-            return _CompiledByCall(stage, tensors, options)
+            return _compiled_by_call(stage, tensors, options)
         return _compiled_ahead(stage, tensors, hint, options)
 
 
@@ -57,8 +53,7 @@ def load(path: Path, scope: dict[str, Any]) -> Compiled:
 
     # its kernels lie on disk: a pool takes longer
     with LOCK, path.open("rb") as file, config.patch(compile_threads=1):
-        loaded: Any = torch.compiler.load_compiled_function(file, f_globals=scope)
-    return cast(Compiled, loaded)
+        return _checked_by_caller(torch.compiler.load_compiled_function(file, f_globals=scope))
 
 
 def cache_folder(options: dict[str, Any]) -> Path | None:
@@ -156,10 +151,11 @@ def import_compilers() -> None:
             importlib.import_module(name)
 
 
-def save(path: Path, made: Any) -> None:
+def save(path: Path, compiled: Compiled) -> None:
     """Write a compiled stage to a file; an exception of any kind where it cannot be serialised."""
+    function: Any = compiled.function
     with LOCK, _no_triton_kernels():
-        made.save_compiled_function(str(path))
+        function.save_compiled_function(str(path))
 
 
 def _compiled_ahead(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:
@@ -179,29 +175,25 @@ def _compiled_ahead(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: i
             settings.enter_context(inductor_config.patch(force_disable_caches=False))
         stage = _told_of_tables(stage, tensors)
         function: Any = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
-        return cast(Compiled, function.aot_compile((arguments, {})))
+        return _checked_by_caller(function.aot_compile((arguments, {})))
 
 
-class _CompiledByCall:
-    """A stage compiled by a call of it; torch itself looks whether its code fits."""
+def _checked_by_caller(made: Any) -> Compiled:
+    """What torch compiled ahead, whose calls then take no look at shapes: they cost time in every step."""
+    made.disable_guard_check()
+    return Compiled(made, made.guard_check)
 
-    def __init__(self, stage: Callable[..., Any], tensors: tuple[Any, ...], options: Options) -> None:
-        from torch._inductor import list_options
 
-        options = {name: options[name] for name in list_options() if name in options}  # those that this torch has
-        options["guard_filter_fn"] = _is_about_sizes
-        self._function: Callable[..., Any] = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
-        # tables keep their number of slots, as this code is not kept for other samplers
-        self._function(*(_any_rows(argument, fixed=TABLES) for argument in tensors))
+def _compiled_by_call(stage: Callable[..., Any], tensors: tuple[Any, ...], options: Options) -> Compiled:
+    """Compiled by a call of it; torch itself looks whether its code fits."""
+    from torch._inductor import list_options
 
-    def __call__(self, *tensors: Any) -> Any:
-        return self._function(*tensors)
-
-    def guard_check(self, *tensors: Any) -> bool:
-        return True
-
-    def disable_guard_check(self) -> None:
-        """Nothing: there is no check to leave out."""
+    options = {name: options[name] for name in list_options() if name in options}  # those that this torch has
+    options["guard_filter_fn"] = _is_about_sizes
+    function: Any = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
+    # tables keep their number of slots, as this code is not kept for other samplers
+    function(*(_any_rows(argument, fixed=TABLES) for argument in tensors))
+    return Compiled(function)
 
 
 @contextmanager

@@ -39,11 +39,10 @@ from compiled_sampler.lowering.compile_queue import (
     number_of_processes,
 )
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
-from compiled_sampler.lowering.layouts import StageCall
-from compiled_sampler.lowering.stage_code import HandWritten, StageCode
+from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.inputs import sample_inputs
-from tests.builders.sampler import V, nothing_compiles
+from tests.builders.sampler import V, nothing_compiles, stages_stay_eager
 
 CPU = torch.device("cpu")
 STATIC = {"vocab_size": 129, "block": 64, "slices": 1, "by_bits": False}
@@ -164,7 +163,7 @@ def test_a_draw_imports_its_kernels_after_a_thread_that_imports_the_compilers(mo
 
 
 FAILURES: dict[str, tuple[Any, str, Any, str]] = {
-    "it ends": (compile_process, "_WORKER", "compileall", "the process that compiles it ended"),
+    "it ends": (compile_process, "_PROGRAM", "pass", "the process that compiles it ended"),
     "it cannot be started": (compile_process.sys, "executable", "/nowhere/python", "no process can be started"),
     "its stage cannot be sent": (compile_process.pickle, "dumps", mock.Mock(side_effect=pickle.PicklingError), "ask"),
     "it fails": (CompileProcess, "compile", lambda *_: "it fails with OSError: no space left", "no space left"),
@@ -183,16 +182,9 @@ def test_a_stage_that_no_process_compiles_stays_eager_for_a_reason_and_a_warmup_
     with pytest.warns(StageWarning, match=r"order_maxima runs in eager torch.*C\+\+ compiler.*TORCHINDUCTOR_CACHE_DIR"):
         assert is_right(stages)
     assert is_right(stages)  # warns once
-    with mock.patch.object(StageCode, "compiled", lambda code, _: made_of(code)), stages.compiling_at_calls():
+    with stages_stay_eager(), stages.compiling_at_calls():
         assert is_right(stages)
     assert stages.status().eager_stages == {}
-
-
-def made_of(code: StageCode) -> Any:
-    """A stage that stands for its compiled code."""
-    made: Any = mock.Mock(side_effect=lambda *tensors: code.stage(*tensors, **code.static))
-    made.guard_check.return_value = True
-    return made
 
 
 def test_a_process_that_hangs_is_stopped(stages, empty_disk, monkeypatch):
@@ -213,7 +205,7 @@ def test_a_process_that_works_for_long_is_waited_for(monkeypatch):
     monkeypatch.setattr(compile_process, "_started", lambda environment: started)
     monkeypatch.setattr(compile_process, "_PATIENCE", 0.5)
     process = compile_process.CompileProcess()
-    assert process.compile(StageCall.of(order_maxima, (LOGITS,), STATIC), Path("nowhere")) == ""
+    assert process.compile(StageCode.of(order_maxima, (LOGITS,), STATIC), Path("nowhere")) == ""
     process.end()
 
 
@@ -309,19 +301,16 @@ def test_numbers_of_rows_whose_kernels_differ_are_compiled_apart():
     assert key(40) == key(41)
 
 
-def test_code_that_comes_while_a_call_looks_for_it_is_taken(stages, launches):
+def test_code_that_comes_while_a_call_looks_for_it_is_taken_by_the_next(stages, launches):
     with mock.patch.object(QUEUE, "put"):  # no thread takes it
         assert races_right(stages)
     (wanted,) = stages._wanted.values()
     stages._called.clear()
-    before, compiled = stages._compiled, HandWritten(row_race.race_top_k, {"vocab_size": 129})
 
-    def looked(code: StageCode) -> Any:
-        found = before(code)
-        wanted.state, wanted.compiled = "ready", compiled  # by a thread
-        return found
+    def looked(code: StageCode) -> None:
+        wanted.compiled, wanted.state = code.hand_written(), "ready"  # by a thread
 
-    with mock.patch.object(stages, "_compiled", looked):
+    with mock.patch.object(StageCode, "check_not_capturing", autospec=True, side_effect=looked):
         assert races_right(stages)
     assert races_right(stages)
     assert launches == [3, 3]

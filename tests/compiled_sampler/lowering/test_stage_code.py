@@ -14,10 +14,10 @@ from torch import Tensor
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.stage import call
-from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
-from compiled_sampler.lowering.layouts import StageCall, TensorSpec
-from compiled_sampler.lowering.listing import fake_results, zeros_like
-from compiled_sampler.lowering.stage_code import StageCode
+from compiled_sampler.lowering.compiled_stages import CompiledStages, zeros_like
+from compiled_sampler.lowering.inductor.compilation import fake_results
+from compiled_sampler.lowering.layouts import TensorSpec
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.edits import OF_EDIT
 from tests.builders.sampler import nothing_compiles
@@ -99,11 +99,16 @@ def test_a_spec_is_everything_but_the_numbers(tensor):
 
 def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memory():
     table = DraftTable(torch.zeros(5, 2, 7))
-    stage_call = StageCall.of(order_maxima, (table, torch.randn(3, 129)), {"vocab_size": 129, "block": 64})
-    assert stage_call.made()[0].logits is table.logits
-    sent = pickle.loads(pickle.dumps(stage_call.portable())).made()[0]
-    assert isinstance(sent, DraftTable)
-    assert (sent.logits.shape, sent.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)
+    code = StageCode.of(order_maxima, (table, torch.randn(3, 129)), {"vocab_size": 129, "block": 64})
+    kept, x = code.without_numbers().made_tensors()
+    assert kept.logits is table.logits
+    assert (x.shape, x.untyped_storage().nbytes()) == ((3, 129), 0)
+    sent = pickle.loads(pickle.dumps(code.portable()))
+    assert sent.key == code.key
+    assert sent.path(EXACT_OPTIONS) == code.path(EXACT_OPTIONS)
+    kept, _ = sent.made_tensors()
+    assert isinstance(kept, DraftTable)
+    assert (kept.logits.shape, kept.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)
 
 
 CPU = torch.device("cpu")

@@ -24,6 +24,7 @@ from compiled_sampler.lowering import stage_code
 from compiled_sampler.lowering.comparison import difference, outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.inductor import compilation, disk_cache
+from compiled_sampler.lowering.inductor.compilation import Compiled
 from compiled_sampler.lowering.inductor.disk_cache import claimed
 from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.params import SamplingParams
@@ -222,12 +223,12 @@ def test_what_cannot_be_stored_is_compiled_all_the_same(folder, owner, name, pla
 
 def test_a_file_for_other_numbers_of_rows_is_left_alone(folder):
     assert compilations(torch.randn(3, 5)) == 1
-    loaded = mock.Mock(guard_check=mock.Mock(return_value=False))
+    loaded = Compiled(mock.Mock(), lambda *tensors: False)
     (file,) = kept(folder)
     before = file.read_bytes()
     with mock.patch.object(stage_code, "load", return_value=loaded):
         assert compilations(torch.randn(3, 5)) == 1
-    assert not loaded.called
+    assert not loaded.function.called
     assert file.read_bytes() == before
 
 
