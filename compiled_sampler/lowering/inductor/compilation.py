@@ -36,6 +36,12 @@ class Compiled(NamedTuple):
     serves: Callable[..., bool] = lambda *tensors: True
     """Whether it was made for tensors of such shapes."""
 
+    @classmethod
+    def ahead(cls, function: Any) -> Compiled:
+        """What torch compiled without a run; it then looks at no shapes, which costs time in every step."""
+        function.disable_guard_check()
+        return cls(function, function.guard_check)
+
 
 def compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:
     """A stage compiled for any number of rows of the class of ``hint``, for which Inductor tunes."""
@@ -44,34 +50,6 @@ def compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, opt
         if not is_known():
             return _compiled_by_call(stage, tensors, options)
         return _compiled_ahead(stage, tensors, hint, options)
-
-
-def load(path: Path, scope: dict[str, Any]) -> Compiled:
-    """The compiled stage of a file; an exception of any kind for one that is damaged or from another machine."""
-    # Torch stores references to the classes of results by their names in scope, not the classes.
-    from torch._inductor import config
-
-    # its kernels lie on disk: a pool takes longer
-    with LOCK, path.open("rb") as file, config.patch(compile_threads=1):
-        return _checked_by_caller(torch.compiler.load_compiled_function(file, f_globals=scope))
-
-
-def cache_folder(options: dict[str, Any]) -> Path | None:
-    """Inductor's cache directory; None where its caches are turned off, also by the options of one compilation."""
-    if not is_known():
-        return None
-    import torch._inductor.config as config
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    allowed = options.get("fx_graph_cache", config.fx_graph_cache)
-    return Path(cache_dir()) if allowed and not config.force_disable_caches else None
-
-
-def cache_settings() -> list[tuple[str, Any]]:
-    """Everything set in Inductor that its code depends on, by name."""
-    import torch._inductor.config as config
-
-    return sorted(config.save_config_portable().items())
 
 
 def set_up_triton(device: torch.device) -> None:
@@ -151,13 +129,6 @@ def import_compilers() -> None:
             importlib.import_module(name)
 
 
-def save(path: Path, compiled: Compiled) -> None:
-    """Write a compiled stage to a file; an exception of any kind where it cannot be serialised."""
-    function: Any = compiled.function
-    with LOCK, _no_triton_kernels():
-        function.save_compiled_function(str(path))
-
-
 def _compiled_ahead(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:
     """Compiled without a run; it can be stored."""
     # Torch compiles nothing ahead of a run where Inductor's caches are forbidden. Then those that it would use are
@@ -175,13 +146,7 @@ def _compiled_ahead(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: i
             settings.enter_context(inductor_config.patch(force_disable_caches=False))
         stage = _told_of_tables(stage, tensors)
         function: Any = torch.compile(stage, fullgraph=True, dynamic=False, options=options)
-        return _checked_by_caller(function.aot_compile((arguments, {})))
-
-
-def _checked_by_caller(made: Any) -> Compiled:
-    """What torch compiled ahead, whose calls then take no look at shapes: they cost time in every step."""
-    made.disable_guard_check()
-    return Compiled(made, made.guard_check)
+        return Compiled.ahead(function.aot_compile((arguments, {})))
 
 
 def _compiled_by_call(stage: Callable[..., Any], tensors: tuple[Any, ...], options: Options) -> Compiled:
@@ -206,22 +171,6 @@ def _unseeded() -> Iterator[None]:
         yield
     finally:
         random.setstate(state)
-
-
-@contextmanager
-def _no_triton_kernels() -> Iterator[None]:
-    """Within, torch's table of the Triton kernels that were traced in this process is empty."""
-    # Torch stores it with every compiled function and puts it over the table of the process that loads one, where the
-    # numbers mean other kernels. No stage that is kept launches any.
-    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
-
-    with kernel_side_table.lock:
-        held = kernel_side_table.id_to_kernel, kernel_side_table.constant_args
-        kernel_side_table.id_to_kernel, kernel_side_table.constant_args = {}, {}
-        try:
-            yield
-        finally:
-            kernel_side_table.id_to_kernel, kernel_side_table.constant_args = held
 
 
 def _is_about_sizes(guards: Sequence[Any]) -> list[bool]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,23 +26,6 @@ def tuned_kernels(tuning: StageTuning, rows: int, block: int = 0, *, on_gpu: boo
         for patch in _triton_patches(tuning, rows, block) if on_gpu else [whole_casts()]:
             patches.enter_context(patch)
         yield
-
-
-@contextmanager
-def locks_elsewhere(folder: Path) -> Iterator[None]:
-    """Within, Inductor locks what it loads in a temporary folder, if it must not write its cache."""
-    if os.access(folder, os.W_OK):
-        yield
-        return
-    from torch._inductor import codecache
-
-    with LOCK, tempfile.TemporaryDirectory() as locks:
-        usual = codecache.get_lock_dir
-        codecache.get_lock_dir = lambda: locks
-        try:
-            yield
-        finally:
-            codecache.get_lock_dir = usual
 
 
 def _triton_patches(tuning: StageTuning, rows: int, block: int) -> Iterator[AbstractContextManager[object]]:

@@ -23,7 +23,7 @@ from compiled_sampler.edits.recording import cut_at_stop, record_draws, with_fin
 from compiled_sampler.lowering import stage_code
 from compiled_sampler.lowering.comparison import difference, outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.inductor import compilation, disk_cache
+from compiled_sampler.lowering.inductor import disk_cache
 from compiled_sampler.lowering.inductor.compilation import Compiled
 from compiled_sampler.lowering.inductor.disk_cache import claimed
 from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode
@@ -210,7 +210,7 @@ def test_other_triton_kernels_of_the_process_are_neither_stored_nor_replaced(fol
 @pytest.mark.parametrize(
     ("owner", "name", "planted"),
     [
-        (compilation, "_no_triton_kernels", mock.Mock(side_effect=RuntimeError("cannot be serialised"))),
+        (disk_cache, "_no_triton_kernels", mock.Mock(side_effect=RuntimeError("cannot be serialised"))),
         (disk_cache, "tempfile", mock.Mock(TemporaryDirectory=mock.Mock(side_effect=OSError("no space left")))),
     ],
     ids=["not serialised", "a full disk"],

@@ -16,8 +16,9 @@ from torch._inductor.virtualized import V as virtualized
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.core.rows import gather_rows
+from compiled_sampler.lowering import stage_code
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
-from compiled_sampler.lowering.inductor import compilation, layout_guards, versions
+from compiled_sampler.lowering.inductor import compilation, disk_cache, layout_guards, versions
 from compiled_sampler.lowering.inductor.layout_guards import alike
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import KNOWN_TORCH, UnknownTorchWarning, is_known
@@ -84,7 +85,7 @@ def test_on_an_unknown_torch_no_patch_is_applied(on_gpu):
         assert internals() == before
     with tuned_kernels(tuning_of(gather_rows), 2, on_gpu=on_gpu):
         assert internals() == before
-    assert compilation.cache_folder({}) is None
+    assert disk_cache.cache_folder({}) is None
 
 
 def test_on_a_known_torch_patches_are_applied():
@@ -100,8 +101,8 @@ def test_on_an_unknown_torch_stages_compile_by_public_functions_for_any_number_o
     run, private = CompiledStages({"no.such.option": True, "split_reductions": False}), AssertionError("private")
     with (
         mock.patch.object(compilation, "_compiled_ahead", side_effect=private),
-        mock.patch.object(compilation, "save", side_effect=private),
-        mock.patch.object(compilation, "load", side_effect=private),
+        mock.patch.object(stage_code, "store", side_effect=private),
+        mock.patch.object(stage_code, "load", side_effect=private),
     ):
         for rows in (3, 1):
             run(scaled, torch.randn(rows, 5), factor=2)
