@@ -101,10 +101,10 @@ class CompileQueue:
         self.processes: set[CompileProcess] = set()
         self.users: WeakSet[Any] = WeakSet()
         self._waiting: deque[WantedStage] = deque()
-        self._taken: list[WantedStage] = []
+        self._num_taken = 0
         self._threads: set[threading.Thread] = set()
-        self._most_threads, self._head_start, self._built, self._is_over = 0, 0.0, 0, False
-        self._is_forked = self._has_warned = False
+        self._most_threads, self._head_start = 0, 0.0
+        self._is_building = self._is_over = self._is_forked = self._has_warned = False
 
     def put(self, stages: Sequence[WantedStage], device: torch.device, *, first: bool = False) -> None:
         """Have stages compiled in the background, in this order, or before all others."""
@@ -112,17 +112,15 @@ class CompileQueue:
         with self.lock:
             for wanted in stages:
                 wanted.state, wanted.reason = ("queued", "") if number else ("eager", NO_PROCESS)
-            if not number and PROCESSES_VARIABLE not in os.environ and not self._has_warned:
-                self._has_warned = True
-                _logger.warning(
-                    "stages stay in eager torch until warmup(), as too little GPU memory is free to compile"
-                )
             if number:
                 self._waiting.extendleft(reversed(stages)) if first else self._waiting.extend(stages)
                 self._most_threads = number
                 self._head_start = 0.0 if first else _HEAD_START_ON_GPU if is_gpu(device) else _HEAD_START_SECONDS
                 self._start_threads()
                 self.lock.notify_all()
+            elif PROCESSES_VARIABLE not in os.environ and not self._has_warned:
+                self._has_warned = True
+                _logger.warning("stages stay in eager torch until warmup(): too little GPU memory is free to compile")
 
     def wake(self) -> None:
         """Have a thread for what waits."""
@@ -173,8 +171,8 @@ class CompileQueue:
         with self.lock:
             self.lock.wait_for(lambda: self._waiting or self._is_over, _IDLE_SECONDS)
             if self._waiting and not self._is_over:
-                self._taken.append(self._waiting.popleft())
-                return self._taken[-1]
+                self._num_taken += 1
+                return self._waiting.popleft()
             self._threads.discard(threading.current_thread())
             return None
 
@@ -188,20 +186,20 @@ class CompileQueue:
         found, path = _loaded(code)
         if found is not None or path is None:
             return found, NOT_KEPT
-        if not self._built:
+        if not self._is_building:
             _logger.info("kernels are being compiled in the background; until then stages run in eager torch")
-        self._built += 1
+        self._is_building = True
         self.processes.add(process)
         reason = process.compile(code, path) or f"it cannot be read in {path.parents[2]}"
         return _loaded(code)[0], reason
 
     def _settle(self, wanted: WantedStage, compiled: Compiled | None, reason: str) -> None:
         with self.lock:
-            self._taken.remove(wanted)
+            self._num_taken -= 1
             wanted.compiled, wanted.reason = compiled, reason if compiled is None else ""
             wanted.state = "ready" if compiled is not None else "eager" if reason == NOT_KEPT else "failed"
-            is_last = bool(self._built) and not self._waiting and not self._taken
-            self._built = 0 if is_last else self._built
+            is_last = self._is_building and not self._waiting and not self._num_taken
+            self._is_building = self._is_building and not is_last
             self.lock.notify_all()
         if wanted.settled is not None:
             try:

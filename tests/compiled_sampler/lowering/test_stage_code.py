@@ -14,9 +14,9 @@ from torch import Tensor
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.stage import call
-from compiled_sampler.lowering.compiled_stages import CompiledStages, zeros_like
-from compiled_sampler.lowering.inductor.compilation import fake_results
-from compiled_sampler.lowering.layouts import TensorSpec
+from compiled_sampler.lowering.comparison import difference
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.layouts import TensorSpec, leaves, shape
 from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.edits import OF_EDIT
@@ -111,9 +111,6 @@ def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memo
     assert (kept.logits.shape, kept.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)
 
 
-CPU = torch.device("cpu")
-
-
 def halves(x: Tensor) -> tuple[Tensor, None, Tensor]:
     return x[:, ::2] + 1, None, (x > 0).sum(-1)
 
@@ -122,25 +119,15 @@ def doubled(x: Tensor) -> Tensor:
     return x.T * 2
 
 
-def test_fake_results_have_the_shapes_of_what_a_stage_returns():
-    x = torch.randn(3, 6)
-    for found, wanted in zip(zeros_like(fake_results(halves, (x,), {})), halves(x), strict=True):
-        if wanted is None:
-            assert found is None
-        else:
-            assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
-            assert not found.any()
-
-
-def test_precompiled_stages_run_afterwards_and_compile_no_more():
+def test_listed_stages_give_zeros_laid_out_as_their_results_and_compile_no_more_afterwards():
     run, x = CompiledStages(), torch.randn(3, 6)
-    with run.precompiling(CPU):
-        first, _, count = run(halves, x)
-        assert not first.any()
-        run(doubled, first)
-        assert not count.any()
+    with run.precompiling(x.device):
+        listed = run(halves, x)
+        run(doubled, listed[0])
+    assert not listed[0].any()
+    assert not listed[2].any()
     with nothing_compiles():
-        first, _, count = run(halves, x)
-        assert torch.equal(first, halves(x)[0])
-        assert torch.equal(count, halves(x)[2])
-        assert torch.equal(run(doubled, first), doubled(first))
+        found = run(halves, x)
+        assert torch.equal(run(doubled, found[0]), doubled(found[0]))
+    assert difference(found, halves(x)) == ""
+    assert [*map(shape, leaves(listed))] == [*map(shape, leaves(found))]
