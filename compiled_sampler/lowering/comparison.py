@@ -55,8 +55,9 @@ def hard_rows(like: Tensor, *, are_probabilities: bool) -> Tensor:
 def fault(stage: Stage, compiled: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> str:
     """How compiled code fails, or how its results differ from those of eager torch; empty where they are equal."""
     # compiled may compile at its first call; nothing here writes the tensors.
-    if any(isinstance(value, CustomEdits) and not _is_exact(value) for value in static.values()):
-        return ""
+    users = [edit for value in static.values() if isinstance(value, CustomEdits) for edit in value.edits]
+    if not all(edit.bit_exact for edit in users):
+        return ""  # nothing can be said of edits that do not promise equal bits
     eager, writes = partial(eagerly, stage, **static), tuning_of(stage).writes
     calls = [(tensors, outcome(eager, tensors, writes=writes))]
     served = of_requests(stage, tensors, static.get("vocab_size", 2))
@@ -119,11 +120,6 @@ def _named(stage: Stage, tensors: tuple[Any, ...]) -> dict[str, Tensor]:
 def _tables_of_edits(tensors: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
     leaves = tree_leaves(tensors, is_leaf=lambda value: isinstance(value, TABLES))
     return [leaf for leaf in leaves if isinstance(leaf, EDIT_TABLES)]
-
-
-def _is_exact(edits: CustomEdits) -> bool:
-    """Whether the user's edits all promise equal bits; nothing can be said of others."""
-    return all(edit.bit_exact for edit in edits.edits)
 
 
 def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: bool) -> Any:

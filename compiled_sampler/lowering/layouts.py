@@ -77,14 +77,10 @@ class TensorSpec:
 
     def empty(self) -> Tensor:
         """A tensor like this in shape, whose numbers are whatever the memory held."""
-        memory = torch.empty(self._length, dtype=self.dtype, device=self.device)
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        length = self.offset if 0 in self.shape else self.offset + last + 1
+        memory = torch.empty(length, dtype=self.dtype, device=self.device)
         return memory.as_strided(self.shape, self.stride, self.offset)
-
-    @property
-    def _length(self) -> int:
-        if 0 in self.shape:
-            return self.offset
-        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
 
 
 def unshared(tensors: tuple[Any, ...], *, are_read: bool) -> tuple[Any, ...]:

@@ -52,83 +52,6 @@ def compiled(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, opt
         return _compiled_ahead(stage, tensors, hint, options)
 
 
-def set_up_triton(device: torch.device) -> None:
-    """Let Triton assemble and keep hand-written kernels as Inductor does its own, from the first one on."""
-    # Inductor asks for both by environment variables, but not before it needs them; kernels launched earlier would lie
-    # in another directory, or be the work of another assembler, and the next process would compile them again. Worse,
-    # Triton asks the assembler for its version once a process, and looks for all kernels under that: Inductor's own,
-    # assembled by other processes, would not be found any more.
-    if device.type == "cuda" and is_known():
-        from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
-        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
-
-        os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))
-        _set_triton_ptxas_path()
-
-
-def set_up_compilers(device: torch.device) -> None:
-    """Import what compiles, and let Triton keep its kernels where Inductor does."""
-    with LOCK:
-        import_compilers()
-        set_up_triton(device)
-
-
-@functools.cache
-def assembler_of_triton(device: torch.device) -> dict[str, str]:
-    """The environment in which a new process assembles as Triton does in this one."""
-    # Triton looks for kernels under the version of its assembler, which it asks for once: of its own where it compiled
-    # before ``set_up_triton``, as in an engine with kernels of its own, and else of torch's.
-    if device.type != "cuda" or torch.version.hip is not None or not is_known():
-        return {}
-    set_up_triton(device)  # before Triton is asked here
-    with suppress(Exception):  # Triton's own matter; without it the first launches of this process compile again
-        from triton.backends.nvidia import compiler
-
-        major, minor = torch.cuda.get_device_capability(device)
-        tool = compiler.get_ptxas(10 * major + minor).path
-        if subprocess.check_output([tool, "--version"], text=True) != compiler.get_ptxas_version(10 * major + minor):
-            return {"TRITON_PTXAS_PATH": str(Path(compiler.__file__).parent / "bin" / "ptxas")}
-    return {}
-
-
-def fake_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-    """What a stage returns, as tensors with neither numbers nor memory."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode() as mode:
-        return stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
-
-
-@contextmanager
-def without_numbers() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Within, new tensors have neither numbers nor memory; yields a function that makes a usual one such a tensor."""
-    # On an unknown torch all tensors are usual ones.
-    if not was_checked():
-        yield lambda tensor: tensor
-        return
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield mode.from_tensor
-
-
-def reader_of_numbers(error: Exception) -> str:
-    """The operator that needed the numbers of a tensor made ``without_numbers``; empty for an error of another kind."""
-    if not was_checked():
-        return ""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
-    needs_numbers = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
-    return str(error.func) if needs_numbers else ""  # type: ignore[attr-defined]
-
-
-def import_compilers() -> None:
-    """Import what compiles, which takes a second or more, so that the first stage need not."""
-    if is_known():
-        for name in ("torch._dynamo", "torch._inductor.compile_fx"):
-            importlib.import_module(name)
-
-
 def _compiled_ahead(stage: Callable[..., Any], tensors: tuple[Any, ...], hint: int, options: Options) -> Compiled:
     """Compiled without a run; it can be stored."""
     # Torch compiles nothing ahead of a run where Inductor's caches are forbidden. Then those that it would use are
@@ -212,16 +135,6 @@ def _begun(column: Tensor) -> Tensor:
     return replace(spec, offset=0).made() if is_aligned else column
 
 
-def _columns(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """The columns of the tables inside nested tuples that have several slots, each behind its path."""
-    if isinstance(value, tuple):
-        for place, item in enumerate(value):
-            if isinstance(value, TABLES) and item.shape[0] > 1:
-                yield (*path, place), item
-            elif not isinstance(value, TABLES):
-                yield from _columns(item, (*path, place))
-
-
 def _told_of_tables(stage: Callable[..., Any], tensors: tuple[Any, ...]) -> Callable[..., Any]:
     """A stage that is told which columns of its tables have as many slots, and that their strides are constants."""
     # Else each column has a size of its own, by which a kernel wraps and asserts the same index anew, and a stride that
@@ -240,6 +153,16 @@ def _told_of_tables(stage: Callable[..., Any], tensors: tuple[Any, ...]) -> Call
     return told
 
 
+def _columns(value: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """The columns of the tables inside nested tuples that have several slots, each behind its path."""
+    if isinstance(value, tuple):
+        for place, item in enumerate(value):
+            if isinstance(value, TABLES) and item.shape[0] > 1:
+                yield (*path, place), item
+            elif not isinstance(value, TABLES):
+                yield from _columns(item, (*path, place))
+
+
 def _checked(
     *tensors: Any, stage: Callable[..., Any], static: dict[str, Any], columns: tuple[tuple[Any, ...], ...]
 ) -> Any:
@@ -253,3 +176,80 @@ def _checked(
         if column.shape[0] != other.shape[0] or column.stride(0) != stride:  # type: ignore[attr-defined]
             raise ValueError("a table must have columns of one size, with the strides that its stage is compiled for")
     return stage(*tensors, **static)
+
+
+def set_up_compilers(device: torch.device) -> None:
+    """Import what compiles, and let Triton keep its kernels where Inductor does."""
+    with LOCK:
+        import_compilers()
+        set_up_triton(device)
+
+
+def import_compilers() -> None:
+    """Import what compiles, which takes a second or more, so that the first stage need not."""
+    if is_known():
+        for name in ("torch._dynamo", "torch._inductor.compile_fx"):
+            importlib.import_module(name)
+
+
+def set_up_triton(device: torch.device) -> None:
+    """Let Triton assemble and keep hand-written kernels as Inductor does its own, from the first one on."""
+    # Inductor asks for both by environment variables, but not before it needs them; kernels launched earlier would lie
+    # in another directory, or be the work of another assembler, and the next process would compile them again. Worse,
+    # Triton asks the assembler for its version once a process, and looks for all kernels under that: Inductor's own,
+    # assembled by other processes, would not be found any more.
+    if device.type == "cuda" and is_known():
+        from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+        from torch._inductor.runtime.compile_tasks import _set_triton_ptxas_path
+
+        os.environ.setdefault("TRITON_CACHE_DIR", triton_cache_dir(device.index or 0))
+        _set_triton_ptxas_path()
+
+
+@functools.cache
+def assembler_of_triton(device: torch.device) -> dict[str, str]:
+    """The environment in which a new process assembles as Triton does in this one."""
+    # Triton looks for kernels under the version of its assembler, which it asks for once: of its own where it compiled
+    # before ``set_up_triton``, as in an engine with kernels of its own, and else of torch's.
+    if device.type != "cuda" or torch.version.hip is not None or not is_known():
+        return {}
+    set_up_triton(device)  # before Triton is asked here
+    with suppress(Exception):  # Triton's own matter; without it the first launches of this process compile again
+        from triton.backends.nvidia import compiler
+
+        major, minor = torch.cuda.get_device_capability(device)
+        tool = compiler.get_ptxas(10 * major + minor).path
+        if subprocess.check_output([tool, "--version"], text=True) != compiler.get_ptxas_version(10 * major + minor):
+            return {"TRITON_PTXAS_PATH": str(Path(compiler.__file__).parent / "bin" / "ptxas")}
+    return {}
+
+
+def fake_results(stage: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
+    """What a stage returns, as tensors with neither numbers nor memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        return stage(*tree_map_only(Tensor, mode.from_tensor, tensors), **static)
+
+
+@contextmanager
+def without_numbers() -> Iterator[Callable[[Tensor], Tensor]]:
+    """Within, new tensors have neither numbers nor memory; yields a function that makes a usual one such a tensor."""
+    # On an unknown torch all tensors are usual ones.
+    if not was_checked():
+        yield lambda tensor: tensor
+        return
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode.from_tensor
+
+
+def reader_of_numbers(error: Exception) -> str:
+    """The operator that needed the numbers of a tensor made ``without_numbers``; empty for an error of another kind."""
+    if not was_checked():
+        return ""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    needs_numbers = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
+    return str(error.func) if needs_numbers else ""  # type: ignore[attr-defined]
