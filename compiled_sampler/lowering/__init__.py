@@ -1,5 +1,11 @@
 """From stages to kernels: the one place that calls ``torch.compile`` and names Inductor.
 
+The way of a stage: the first call whose code nobody asked for puts a ``WantedStage`` into the queue, and runs in eager
+torch. A thread loads the code from disk; what is not there a process compiles and keeps, and the thread loads it then.
+The next call takes over what is "ready"; of what "failed" it warns, and stays in eager torch. ``warmup()`` runs every
+step with what is on disk. If a stage is missing it lists the stages of all steps, asks for them before all others,
+compiles from the end of the queue itself, and runs every step then. ``warmup(wait=False)`` lists and asks alone.
+
 Modules, from the entry point down::
 
     compiled_stages             CompiledStages: the ``run`` of a stage: eager until its compiled code is there
