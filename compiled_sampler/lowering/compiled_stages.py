@@ -13,7 +13,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,7 +170,8 @@ class CompiledStages:
     ) -> Iterator[None]:
         """Within, stages give zeros, in their shapes; at the end all that were ever called are compiled in parallel."""
         # Without waits they are asked for alone, before all others; progress is then called by a thread.
-        set_up_compilers(device)
+        with suppress(Exception):  # without a cache directory say; the stages that then do not compile give the reason
+            set_up_compilers(device)
         self._listing = listing = Listing()
         try:
             yield
@@ -327,7 +328,6 @@ class CompiledStages:
     def _compile(self, code: StageCode) -> Callable[..., Any]:
         """The code of a stage from disk, or compiled now in this thread; in eager torch where it fails or differs."""
         code.check_not_capturing()
-        set_up_compilers(code.device)
         known = self._wanted.get(code.key)
         is_unfit = known is not None and known.compiled is not None  # and so is what is on disk
 
@@ -335,14 +335,17 @@ class CompiledStages:
         def made() -> Compiled:
             return code.compiled(self._options) if is_unfit else code.found_or_compiled(self._options)
 
-        if self._at_calls == "loads" and not code.is_on_disk(self._options):
-            raise NotOnDisk(code.stage.__name__)
         try:
+            set_up_compilers(code.device)
+            if self._at_calls == "loads" and not code.is_on_disk(self._options):
+                raise NotOnDisk(code.stage.__name__)
             reason = ""
             if self.compares:
                 reason = fault(code.stage, lambda *tensors: made().function(*tensors), code.tensors, code.static)
             if not reason:
                 made()
+        except NotOnDisk:
+            raise
         except Exception as error:
             reason = fault_of(error)
         if reason:

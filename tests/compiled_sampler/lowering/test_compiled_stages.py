@@ -12,7 +12,7 @@ from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.exact.threshold import order_keys
-from compiled_sampler.lowering import stage_code
+from compiled_sampler.lowering import compiled_stages, stage_code
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
 from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.passes.candidates import all_coarser
@@ -97,6 +97,17 @@ def test_a_stage_that_cannot_be_one_graph_runs_eager_and_others_compiled():
     assert torch.equal(run(waits, x), waits(x))
     assert re.search("(?i)graph break|data-dependent|unsupported", run.status().eager_stages["waits"])
     assert torch.equal(run(multiplied, x, factor=2), x * 2)
+
+
+def test_a_warmup_whose_compilers_cannot_be_imported_leaves_all_stages_eager_and_says_why(monkeypatch):
+    """As where torch can make no cache directory, which it does when it is imported."""
+    monkeypatch.setattr(compiled_stages, "set_up_compilers", mock.Mock(side_effect=OSError("no cache directory")))
+    sampler, logits = Sampler(V, 2, backend="compiled"), torch.randn(2, V)
+    with pytest.warns(StageWarning, match="no cache directory"):
+        sampler.warmup(modes=["greedy"])
+    assert {*sampler.statistics().lowering.eager_stages} == {"order_maxima", "first_from_blocks"}
+    wanted = drawn(shared_sampler(V, backend="eager"), [REQUESTS["greedy"]] * 2, logits)
+    assert same(drawn(sampler, [REQUESTS["greedy"]] * 2, logits), wanted)
 
 
 @pytest.mark.parametrize("state", [nullcontext, torch.no_grad, torch.inference_mode], ids=lambda each: each.__name__)
