@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from compiled_sampler.lowering.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling.compile_queue import PROCESSES_VARIABLE
 
 # No deadline: the first example of a compiled function pays for its compilation.
 settings.register_profile("local", deadline=None)

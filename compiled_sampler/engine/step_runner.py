@@ -29,7 +29,7 @@ from compiled_sampler.engine.step_executor import StepExecutor
 from compiled_sampler.logprobs import LogprobOutputs, Logprobs
 from compiled_sampler.lowering.comparison import hard_rows
 from compiled_sampler.lowering.compiled_stages import CompiledStages, LoweringStatus, NotOnDisk, Progress
-from compiled_sampler.lowering.stages.stage_call import TensorSpec
+from compiled_sampler.lowering.layouts import TensorSpec
 from compiled_sampler.modes import Mode, Verification, probabilities_mode, verifying
 from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.schedule import warmup_batches

@@ -22,9 +22,9 @@ from compiled_sampler.batch import SlotTable
 from compiled_sampler.edits.history import History, HistoryRows
 from compiled_sampler.edits.tables import TABLES as EDIT_TABLES
 from compiled_sampler.logit_edit import CustomEdits
-from compiled_sampler.lowering.compiling.stage_code import fault_of
-from compiled_sampler.lowering.stages.stage_call import TABLES, TensorSpec, copies
-from compiled_sampler.lowering.stages.tuning import Stage, tuning_of
+from compiled_sampler.lowering.layouts import TABLES, TensorSpec, copies
+from compiled_sampler.lowering.stage_code import fault_of
+from compiled_sampler.lowering.tuning import Stage, tuning_of
 from compiled_sampler.pipeline.eager import eagerly
 
 _NAN_BITS = 0x7F80_0001  # the smallest NaN, as an integer
@@ -55,8 +55,9 @@ def hard_rows(like: Tensor, *, are_probabilities: bool) -> Tensor:
 def fault(stage: Stage, compiled: Callable[..., Any], tensors: tuple[Any, ...], static: dict[str, Any]) -> str:
     """How compiled code fails, or how its results differ from those of eager torch; empty where they are equal."""
     # compiled may compile at its first call; nothing here writes the tensors.
-    if any(isinstance(value, CustomEdits) and not _is_exact(value) for value in static.values()):
-        return ""
+    users = [edit for value in static.values() if isinstance(value, CustomEdits) for edit in value.edits]
+    if not all(edit.bit_exact for edit in users):
+        return ""  # nothing can be said of edits that do not promise equal bits
     eager, writes = partial(eagerly, stage, **static), tuning_of(stage).writes
     calls = [(tensors, outcome(eager, tensors, writes=writes))]
     served = of_requests(stage, tensors, static.get("vocab_size", 2))
@@ -119,11 +120,6 @@ def _named(stage: Stage, tensors: tuple[Any, ...]) -> dict[str, Tensor]:
 def _tables_of_edits(tensors: tuple[Any, ...]) -> list[tuple[Tensor, ...]]:
     leaves = tree_leaves(tensors, is_leaf=lambda value: isinstance(value, TABLES))
     return [leaf for leaf in leaves if isinstance(leaf, EDIT_TABLES)]
-
-
-def _is_exact(edits: CustomEdits) -> bool:
-    """Whether the user's edits all promise equal bits; nothing can be said of others."""
-    return all(edit.bit_exact for edit in edits.edits)
 
 
 def outcome(function: Callable[..., Any], tensors: tuple[Any, ...], *, writes: bool) -> Any:

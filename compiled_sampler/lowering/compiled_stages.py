@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,13 +22,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.lowering.comparison import fault
-from compiled_sampler.lowering.compiling.compile_queue import HANGS, QUEUE, Settled, WantedStage
-from compiled_sampler.lowering.compiling.listing import Listing
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode, fault_of
-from compiled_sampler.lowering.inductor.compilation import Compiled, Options, set_up_compilers
+from compiled_sampler.lowering.compile_queue import HANGS, QUEUE, Settled, WantedStage
+from compiled_sampler.lowering.inductor.compilation import Compiled, Options, fake_results, set_up_compilers
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.stages.stage_call import StageCall, leaves, shape
-from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written, tuning_of
+from compiled_sampler.lowering.layouts import leaves, shape
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode, fault_of
+from compiled_sampler.lowering.tuning import Stage, is_hand_written, tuning_of
 from compiled_sampler.pipeline.eager import without_kernels
 
 Progress = Callable[[int, int, str], object]
@@ -67,6 +67,22 @@ class NotOnDisk(Exception):
     """A stage is to be loaded that is not there."""
 
 
+@dataclass(frozen=True)
+class Listing:
+    """Calls of stages that are listed instead of made."""
+
+    results: dict[Hashable, Any] = field(default_factory=dict)
+    """What calls return, as tensors with neither numbers nor memory, by what distinguishes the calls."""
+    codes: dict[Any, tuple[StageCode, float]] = field(default_factory=dict)
+    """What is to be compiled, by key, with the seconds that it took to find the shapes of its results."""
+
+    def longest_first(self) -> list[StageCode]:
+        """What is to be compiled: first kernels of our own, then what has many operations, whose shapes took long."""
+        # A long stage that is begun last would be waited for alone.
+        ranked = sorted(self.codes.values(), key=lambda timed: (not is_hand_written(timed[0].stage), -timed[1]))
+        return [code for code, _ in ranked]
+
+
 class CompiledStages:
     """Runs stages through Inductor; a ``run`` for the pipeline.
 
@@ -83,11 +99,10 @@ class CompiledStages:
         self._options = EXACT_OPTIONS if options is None else options  # others for tools alone
         self._wanted: dict[Any, WantedStage] = {}
         self._called: dict[Any, Callable[..., Any]] = {}
-        self._due: set[Any] = set()  # keys of stages that are compiled and compared at their next call
         self._eager: dict[Stage, str] = {}
         self._warned: set[str] = set()
         self._listing: Listing | None = None
-        self._compiles_now = self._takes_every_chain = self._only_loads = False
+        self._at_calls = ""  # or "compiles" or "loads": what the first call of a stage does
         QUEUE.users.add(self)
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:
@@ -145,7 +160,9 @@ class CompiledStages:
 
     def any_row(self, flags: Tensor) -> bool:
         """``stage.any_row``; in a warm-up every chain runs, so that later calls load none."""
-        return self._listing is not None or self._takes_every_chain or bool(flags.any())
+        if self._listing is not None or self._at_calls == "loads" or (self._at_calls and self.compares):
+            return True  # every chain is listed, loaded or compared
+        return bool(flags.any())
 
     @contextmanager
     def precompiling(
@@ -153,19 +170,20 @@ class CompiledStages:
     ) -> Iterator[None]:
         """Within, stages give zeros, in their shapes; at the end all that were ever called are compiled in parallel."""
         # Without waits they are asked for alone, before all others; progress is then called by a thread.
-        set_up_compilers(device)
+        with suppress(Exception):  # without a cache directory say; the stages that then do not compile give the reason
+            set_up_compilers(device)
         self._listing = listing = Listing()
         try:
             yield
         finally:
             self._listing = None
         if self.compares:  # on the tensors of their next call, which compiles them
-            self._due = {key for key, wanted in self._wanted.items() if waits and wanted.compiled is None}
+            for wanted in self._wanted.values() if waits else ():
+                wanted.state = "due" if wanted.compiled is None else wanted.state
             self._called.clear()
             return
-        called = [StageCode.of_call(wanted.call) for wanted in self._wanted.values()]
-        codes = {code.key: code for code in (*listing.longest_first(), *called)}
-        missing, done = [code for code in codes.values() if self._compiled(code) is None], 0
+        codes = {code.key: code for code in (*listing.longest_first(), *(each.code for each in self._wanted.values()))}
+        missing, done = [code for code in codes.values() if not self._is_ready(code)], 0
 
         def settled(wanted: WantedStage) -> None:
             nonlocal done
@@ -186,14 +204,12 @@ class CompiledStages:
     @contextmanager
     def compiling_at_calls(self, *, only_loads: bool = False) -> Iterator[None]:
         """Within, the first call of a stage compiles it, or ``only_loads`` it, where NotOnDisk says that it cannot."""
-        # Where nothing was listed every chain of stages runs, so that each is compared, or loaded.
         self._called.clear()  # of stages that ran in eager torch
-        self._compiles_now, self._only_loads = True, only_loads
-        self._takes_every_chain = only_loads or self.compares
+        self._at_calls = "loads" if only_loads else "compiles"
         try:
             yield
         finally:
-            self._compiles_now = self._only_loads = self._takes_every_chain = False
+            self._at_calls = ""
 
     def forget(self) -> None:
         """Know no stage any more: in a forked child, where some may be compiled by a thread that is not there."""
@@ -204,10 +220,16 @@ class CompiledStages:
     def status(self) -> LoweringStatus:
         """Which torch compiles the stages, and which of them run in eager torch instead."""
         wanted = [*self._wanted.values()]
-        reasons = {each.name: each.reason for each in wanted if each.state == "eager" and each.reason}
+        reasons = {each.name: each.reason for each in wanted if each.reason}
         reasons |= {stage.__name__: reason for stage, reason in self._eager.items()}
         queued = Counter(each.name for each in wanted if each.state == "queued")
         return LoweringStatus(str(torch.__version__), is_known(), reasons, queued, len(QUEUE.processes))
+
+    def _is_ready(self, code: StageCode) -> bool:
+        """Whether the compiled code of a stage is there and serves such tensors."""
+        wanted = self._wanted.get(code.key)
+        compiled = None if wanted is None else wanted.compiled
+        return compiled is not None and compiled.serves(*code.made_tensors())
 
     def _warn(self, stage: Stage, reason: str) -> None:
         """Warn of a stage that stays in eager torch; of several that fail in one way, of the first."""
@@ -229,65 +251,59 @@ class CompiledStages:
         return stage in self._eager or (tuning_of(stage).opaque and not is_hand_written(stage))
 
     def _list(self, listing: Listing, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> Any:
-        """Zeros in the shapes of what a stage returns; the call of one that is compiled is kept."""
-        made = listing.zeros if self._runs_as_is(stage) else listing.add
-        return made(_shapes_of(stage, tensors, static), stage, tensors, static)
+        """Zeros in the shapes of what a stage returns; what compiles it is listed."""
+        shapes = _shapes_of(stage, tensors, static)
+        if shapes not in listing.results:
+            began = time.perf_counter()
+            listing.results[shapes] = fake_results(stage, tensors, static)
+            seconds = time.perf_counter() - began
+            if not self._runs_as_is(stage):
+                code = StageCode.of(stage, tensors, static).without_numbers()
+                listing.codes.setdefault(code.key, (code, seconds))
+        return zeros_like(listing.results[shapes])
 
     def _first_call(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
         """What runs a stage for tensors of such shapes: compiled code, or eager torch until that is there."""
-        found: Callable[..., Any]
         if QUEUE.hangs:
             self._eager[code.stage] = HANGS
-            return functools.partial(without_kernels, code.stage, **code.static)
-        compiled = self._compiled(code)
-        if compiled is None and (self.compiles_at_calls or self._compiles_now or code.key in self._due):
-            found = self._compile(code)
-        elif compiled is None:
-            code.check_not_capturing()
-            found = self._eager_until_ready(shapes, code)
-        else:
-            if not self._wanted[code.key].has_run:
+            return in_torch(code)
+        wanted = self._wanted.get(code.key)
+        compiled = None if wanted is None else wanted.compiled  # looked at once, as a thread may bring it now
+        if wanted is not None and compiled is not None and compiled.serves(*code.tensors):
+            if not wanted.has_run:
                 code.check_not_capturing()  # Inductor may time kernels at their first run
-                self._wanted[code.key].has_run = True
-            compiled.disable_guard_check()  # a matter of shapes alone, and looked at above
-            found = compiled
+                wanted.has_run = True
+            found = compiled.function
+        elif self.compiles_at_calls or self._at_calls or (wanted is not None and wanted.state == "due"):
+            found = self._compile(code)
+        else:
+            code.check_not_capturing()
+            # code for other numbers of rows stays; warmup() compiles such a stage again
+            found = in_torch(code) if compiled is not None else self._eager_until_ready(shapes, code, wanted)
         if len(self._called) >= _MOST_CALLS:
             self._called.clear()
         self._called[shapes] = found
         return found
 
-    def _compiled(self, code: StageCode) -> Compiled | None:
-        """The compiled code of a stage, if it is there and serves such tensors."""
-        wanted = self._wanted.get(code.key)
-        compiled = None if wanted is None else wanted.compiled
-        return compiled if compiled is not None and compiled.guard_check(*code.tensors) else None
-
-    def _eager_until_ready(self, shapes: Hashable, code: StageCode) -> Callable[..., Any]:
+    def _eager_until_ready(self, shapes: Hashable, code: StageCode, wanted: WantedStage | None) -> Callable[..., Any]:
         """A stage in eager torch, whose compiled code takes over when a thread has it."""
-        stage, static, key, known = code.stage, code.static, code.key, self._wanted.get(code.key)
-        in_torch = functools.partial(without_kernels, stage, **static)
-        if known is None:
-            (known,) = self._ask([code])
-        if known.state == "ready":
-            if self._compiled(code) is not None:  # since the caller looked
-                return self._first_call(shapes, code)
-            return in_torch  # it is for other numbers of rows; warmup() compiles such a stage again
+        asked, eager = wanted or self._ask([code])[0], in_torch(code)
+        code = code._replace(tensors=())  # which nothing here may keep alive
 
         def run(*tensors: Any) -> Any:
-            wanted = self._wanted.get(key, known)  # a warm-up may have asked for it anew
+            wanted = self._wanted.get(code.key, asked)  # a warm-up may have asked for it anew
             if wanted.state == "queued":
                 QUEUE.wake()
             elif wanted.state == "ready":
                 del self._called[shapes]
-                return self(stage, *tensors, **static)
-            elif wanted.has_failed:
-                wanted.has_failed = False  # warned of once
-                self._warn(stage, wanted.reason)
-            code_of_device.check_not_capturing()
+                return self(code.stage, *tensors, **code.static)
+            elif wanted.state == "failed":
+                wanted.state = "eager"  # warned of once
+                self._warn(code.stage, wanted.reason)
+            code.check_not_capturing()
             self.num_uncompiled_calls += 1
-            return in_torch(*tensors)
+            return eager(*tensors)
 
-        code_of_device = code._replace(tensors=())
         return run
 
     def _ask(
@@ -298,7 +314,7 @@ class CompiledStages:
         for code in codes:
             wanted = self._wanted.get(code.key)
             if wanted is None or QUEUE.withdraw(wanted):
-                wanted = WantedStage(StageCall.of(code.stage, code.tensors, code.static).portable(), settled)
+                wanted = WantedStage(code.portable(), settled)
                 self._wanted[code.key] = wanted
                 new.append(wanted)
             asked.append(wanted)
@@ -312,7 +328,6 @@ class CompiledStages:
     def _compile(self, code: StageCode) -> Callable[..., Any]:
         """The code of a stage from disk, or compiled now in this thread; in eager torch where it fails or differs."""
         code.check_not_capturing()
-        set_up_compilers(code.device)
         known = self._wanted.get(code.key)
         is_unfit = known is not None and known.compiled is not None  # and so is what is on disk
 
@@ -320,23 +335,39 @@ class CompiledStages:
         def made() -> Compiled:
             return code.compiled(self._options) if is_unfit else code.found_or_compiled(self._options)
 
-        if self._only_loads and not code.is_on_disk(self._options):
-            raise NotOnDisk(code.stage.__name__)
         try:
+            set_up_compilers(code.device)
+            if self._at_calls == "loads" and not code.is_on_disk(self._options):
+                raise NotOnDisk(code.stage.__name__)
             reason = ""
             if self.compares:
-                reason = fault(code.stage, lambda *tensors: made()(*tensors), code.tensors, code.static)
+                reason = fault(code.stage, lambda *tensors: made().function(*tensors), code.tensors, code.static)
             if not reason:
-                made().disable_guard_check()  # a matter of shapes alone, for which it was made
+                made()
+        except NotOnDisk:
+            raise
         except Exception as error:
             reason = fault_of(error)
         if reason:
             self._eager[code.stage] = reason
             self._warn(code.stage, reason)
-            return functools.partial(without_kernels, code.stage, **code.static)
-        call = StageCall.of(code.stage, code.tensors, code.static).portable()
-        self._wanted[code.key] = WantedStage(call, state="ready", compiled=made(), has_run=True)
-        return made()
+            return in_torch(code)
+        self._wanted[code.key] = WantedStage(code.portable(), state="ready", compiled=made(), has_run=True)
+        return made().function
+
+
+def in_torch(code: StageCode) -> Callable[..., Any]:
+    """A stage in eager torch."""
+    return functools.partial(without_kernels, code.stage, **code.static)
+
+
+def zeros_like(results: Any) -> Any:
+    """Zeros in the shapes of the tensors inside nested tuples."""
+    return tree_map_only(
+        Tensor,
+        lambda like: torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_(),
+        results,
+    )
 
 
 def _shapes_of(stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, ...]:

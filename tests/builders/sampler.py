@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map_only
 from compiled_sampler import Plan, SampleOutputs, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling.stage_code import StageCode
+from compiled_sampler.lowering.inductor.compilation import Compiled
+from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.modes import RULES
 from tests.cases.hard_rows import Batch
 from tests.graph_cache.recorded import RecordingBackend
@@ -124,10 +125,8 @@ def nothing_compiles() -> Iterator[None]:
 def stages_stay_eager(wrong: Mapping[Any, Any] | None = None) -> Iterator[None]:
     """Within, what a sampler compiles are the stages as they are, but for some, which do otherwise: no Inductor."""
 
-    def made(code: StageCode, *_: Any, **__: Any) -> Any:
-        run: Any = functools.partial((wrong or {}).get(code.stage, code.stage), **code.static)
-        run.guard_check, run.disable_guard_check = (lambda *tensors: True), (lambda: None)
-        return run
+    def made(code: StageCode, *_: Any) -> Compiled:
+        return Compiled(functools.partial((wrong or {}).get(code.stage, code.stage), **code.static))
 
     with mock.patch.object(StageCode, "found_or_compiled", made), mock.patch.object(StageCode, "compiled", made):
         yield

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import tools
-from compiled_sampler.lowering.stages.tuning import tuning_of
+from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.passes.bounds import race_bounds
 from compiled_sampler.passes.race import race_maxima
 from compiled_sampler.pipeline.eager import without_kernels

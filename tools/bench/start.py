@@ -110,7 +110,7 @@ def seconds_of(step: Callable[[], object], device: str) -> float:
 
 def worker_cpu_seconds() -> float:
     """CPU time of all compile processes, which have ended by then, and of the compilers that they started."""
-    from compiled_sampler.lowering.compiling.compile_queue import QUEUE
+    from compiled_sampler.lowering.compile_queue import QUEUE
 
     QUEUE.end()
     times = os.times()

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from compiled_sampler import LogitEdit
 from compiled_sampler.engine.boundary.edits import checked_custom_edits
 from compiled_sampler.lowering.comparison import difference
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS
 from tools.check_edit.calls import EditCall, at_columns, hard_call, row_alone, traced
 from tools.check_edit.operations import inexact, operation_of, operations, returned
 from tools.check_edit.served import HISTORY_LEN, served_differences

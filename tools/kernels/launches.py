@@ -27,10 +27,9 @@ from torch._inductor.graph import GraphLowering
 from torch.utils._pytree import tree_leaves
 
 from compiled_sampler.core.stage import Run
+from compiled_sampler.lowering import stage_code, tuning
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling import stage_code
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS
-from compiled_sampler.lowering.stages import tuning
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS
 from compiled_sampler.pipeline import schedule
 from compiled_sampler.pipeline.eager import without_kernels
 from tools.kernels.generated_code import Kernel, fallbacks, kernels, launches, moved_bytes

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.stages.tuning import StageTuning
+from compiled_sampler.lowering.tuning import StageTuning
 
 _CAST = "to_dtype_bitcast"
 _SMALLEST = 4  # bytes of a lane; narrower ones may be held as something wider
@@ -29,23 +26,6 @@ def tuned_kernels(tuning: StageTuning, rows: int, block: int = 0, *, on_gpu: boo
         for patch in _triton_patches(tuning, rows, block) if on_gpu else [whole_casts()]:
             patches.enter_context(patch)
         yield
-
-
-@contextmanager
-def locks_elsewhere(folder: Path) -> Iterator[None]:
-    """Within, Inductor locks what it loads in a temporary folder, if it must not write its cache."""
-    if os.access(folder, os.W_OK):
-        yield
-        return
-    from torch._inductor import codecache
-
-    with LOCK, tempfile.TemporaryDirectory() as locks:
-        usual = codecache.get_lock_dir
-        codecache.get_lock_dir = lambda: locks
-        try:
-            yield
-        finally:
-            codecache.get_lock_dir = usual
 
 
 def _triton_patches(tuning: StageTuning, rows: int, block: int) -> Iterator[AbstractContextManager[object]]:

@@ -11,7 +11,7 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.triton import FixedTritonConfig, TritonKernel, TritonScheduling
 from torch._inductor.virtualized import V
 
-from compiled_sampler.lowering.stages.tuning import Tile
+from compiled_sampler.lowering.tuning import Tile
 
 _POLICY = re.compile(r", eviction_policy='\w+'")
 _WAIT, _LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"

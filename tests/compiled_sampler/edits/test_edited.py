@@ -26,7 +26,7 @@ from compiled_sampler.edits.recording import Text, are_ends, entries_of, record_
 from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.lowering.comparison import outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.stages.stage_call import unshared
+from compiled_sampler.lowering.layouts import unshared
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.schedule import schedule_for

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from compiled_sampler.core.rows import gather_rows
-from compiled_sampler.lowering.compiling import stage_code
-from compiled_sampler.lowering.stages.tuning import StageTuning, Tile, tuning_of
+from compiled_sampler.lowering import stage_code
+from compiled_sampler.lowering.tuning import StageTuning, Tile, tuning_of
 from compiled_sampler.passes.candidates import all_coarser, rank
 from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import order_maxima

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from compiled_sampler import EditRows, LogitEdit, Sampler
 from compiled_sampler.batch import SampleInputs, VerifyInputs, tensors_of
+from compiled_sampler.lowering.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.modes import RULES, Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import chunks

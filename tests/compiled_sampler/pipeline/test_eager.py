@@ -24,8 +24,8 @@ from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.exact import row_race
 from compiled_sampler.exact.threshold import FlaggedRows, keep_all_threshold, order_keys, search_threshold_in_torch
 from compiled_sampler.lowering.comparison import difference, outcome
-from compiled_sampler.lowering.stages.stage_call import layout
-from compiled_sampler.lowering.stages.tuning import tuning_of
+from compiled_sampler.lowering.layouts import layout
+from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.passes import shards
 from compiled_sampler.passes.bounds import race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.candidates import child_tokens

@@ -17,8 +17,8 @@ from compiled_sampler.edits.names import RESTORE
 from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.logprobs import LogprobInputs, Logprobs
 from compiled_sampler.lowering.compiled_stages import CompiledStages, _shapes_of
-from compiled_sampler.lowering.compiling.stage_code import StageCode
-from compiled_sampler.lowering.stages.tuning import is_hand_written
+from compiled_sampler.lowering.stage_code import StageCode
+from compiled_sampler.lowering.tuning import is_hand_written
 from compiled_sampler.modes import verifying
 from compiled_sampler.passes import bounds
 from compiled_sampler.passes.maxima import order_maxima

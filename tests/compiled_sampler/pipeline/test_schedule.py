@@ -5,8 +5,8 @@ import torch
 
 from compiled_sampler.core.stage import fuses
 from compiled_sampler.exact.triton import ENTRY_BYTES, LONGEST, SPARE, launch_class, list_capacity, list_stride
+from compiled_sampler.lowering.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.eager import eagerly
 from compiled_sampler.pipeline.schedule import (

@@ -10,7 +10,7 @@ from compiled_sampler import Sampler
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run, overlap
 from compiled_sampler.exact.row_race import race_top_k
-from compiled_sampler.lowering.stages.tuning import TUNING, tuning_of
+from compiled_sampler.lowering.tuning import TUNING, tuning_of
 from compiled_sampler.modes import verifying
 from compiled_sampler.passes.candidates import choose
 from compiled_sampler.pipeline.sample import draw_tokens

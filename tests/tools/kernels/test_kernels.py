@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.logprobs import Logprobs
-from compiled_sampler.lowering.stages.tuning import TUNING
+from compiled_sampler.lowering.tuning import TUNING
 from compiled_sampler.modes import Verification
 from tests.for_a_gpu import tiles
 from tests.tiers import tiers

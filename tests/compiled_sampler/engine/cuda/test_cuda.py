@@ -10,8 +10,8 @@ from torch import Tensor
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.batch import tensors_of
+from compiled_sampler.lowering.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.sample import sample_step
 from graph_cache import CaptureError

@@ -14,7 +14,7 @@ from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.lowering.inductor.patches import whole_casts
 from compiled_sampler.lowering.inductor.triton_kernels import ahead, prompt, rewritten, streamed
-from compiled_sampler.lowering.stages.tuning import tuning_of
+from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.passes.maxima import BlockMaxima
 from compiled_sampler.passes.race import first_from_blocks, race_maxima
 from tests.for_a_gpu import gpu_code, rows_of_one_request

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,13 +16,13 @@ from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.virtualized import V as virtualized
 
 from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.core.rows import gather_rows
+from compiled_sampler.lowering import stage_code
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
-from compiled_sampler.lowering.inductor import compilation, layout_guards, versions
+from compiled_sampler.lowering.inductor import compilation, disk_cache, layout_guards, versions
 from compiled_sampler.lowering.inductor.layout_guards import alike
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import KNOWN_TORCH, UnknownTorchWarning, is_known
-from compiled_sampler.lowering.stages.tuning import tuning_of
+from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.passes.race import race_maxima
 from tests.builders.sampler import REQUESTS, V, drawn, nothing_compiles, same, shared_sampler
 
@@ -73,26 +74,21 @@ def test_an_unknown_version_is_named_once(monkeypatch):
     versions._warn.cache_clear()
 
 
-@pytest.mark.usefixtures("unknown_torch")
-@pytest.mark.parametrize("on_gpu", [True, False])
-def test_on_an_unknown_torch_no_patch_is_applied(on_gpu):
-    def internals():
-        return TritonScheduling.kernel_type, vars(CppVecOverrides)["to_dtype_bitcast"], type(virtualized.choices)
-
-    before = internals()
-    with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=on_gpu):
-        assert internals() == before
-    with tuned_kernels(tuning_of(gather_rows), 2, on_gpu=on_gpu):
-        assert internals() == before
-    assert compilation.cache_folder({}) is None
+def internals() -> tuple[Any, ...]:
+    return TritonScheduling.kernel_type, vars(CppVecOverrides)["to_dtype_bitcast"], type(virtualized.choices)
 
 
-def test_on_a_known_torch_patches_are_applied():
-    usual = TritonScheduling.kernel_type, vars(CppVecOverrides)["to_dtype_bitcast"]
-    with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=True):
-        assert TritonScheduling.kernel_type is not usual[0]
-    with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=False):
-        assert vars(CppVecOverrides)["to_dtype_bitcast"] is not usual[1]
+@pytest.mark.parametrize(("on_gpu", "patched"), [(True, [True, False, True]), (False, [False, True, False])])
+def test_patches_are_applied_on_a_known_torch_alone(on_gpu, patched, request):
+    def changed() -> list[bool]:
+        before = internals()
+        with tuned_kernels(tuning_of(race_maxima), 2, 512, on_gpu=on_gpu):
+            return [now is not usual for now, usual in zip(internals(), before, strict=True)]
+
+    assert changed() == patched
+    request.getfixturevalue("unknown_torch")
+    assert changed() == [False] * 3
+    assert disk_cache.cache_folder({}) is None
 
 
 @pytest.mark.usefixtures("unknown_torch")
@@ -100,8 +96,8 @@ def test_on_an_unknown_torch_stages_compile_by_public_functions_for_any_number_o
     run, private = CompiledStages({"no.such.option": True, "split_reductions": False}), AssertionError("private")
     with (
         mock.patch.object(compilation, "_compiled_ahead", side_effect=private),
-        mock.patch.object(compilation, "save", side_effect=private),
-        mock.patch.object(compilation, "load", side_effect=private),
+        mock.patch.object(stage_code, "store", side_effect=private),
+        mock.patch.object(stage_code, "load", side_effect=private),
     ):
         for rows in (3, 1):
             run(scaled, torch.randn(rows, 5), factor=2)

@@ -28,10 +28,9 @@ from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.exact import row_race, triton
 from compiled_sampler.exact.row_race import IN_TORCH, race_top_k_in_torch
 from compiled_sampler.exact.triton import LOCK
-from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
-from compiled_sampler.lowering.compiling import compile_processes, compile_queue
-from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
-from compiled_sampler.lowering.compiling.compile_queue import (
+from compiled_sampler.lowering import compile_process, compile_queue
+from compiled_sampler.lowering.compile_process import CompileProcess
+from compiled_sampler.lowering.compile_queue import (
     HANGS,
     NO_PROCESS,
     NOT_KEPT,
@@ -39,11 +38,11 @@ from compiled_sampler.lowering.compiling.compile_queue import (
     QUEUE,
     number_of_processes,
 )
-from compiled_sampler.lowering.compiling.stage_code import HandWritten, StageCode
-from compiled_sampler.lowering.stages.stage_call import StageCall
+from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
+from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.inputs import sample_inputs
-from tests.builders.sampler import V, nothing_compiles
+from tests.builders.sampler import V, nothing_compiles, stages_stay_eager
 
 CPU = torch.device("cpu")
 STATIC = {"vocab_size": 129, "block": 64, "slices": 1, "by_bits": False}
@@ -55,7 +54,7 @@ def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a user has it, with one process."""
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
     monkeypatch.setenv(PROCESSES_VARIABLE, "1")
-    monkeypatch.setattr(compile_processes, "_NICENESS", 0)  # beside other tests it would hardly ever run
+    monkeypatch.setattr(compile_process, "_NICENESS", 0)  # beside other tests it would hardly ever run
     monkeypatch.setattr(compile_queue, "_IDLE_SECONDS", 0.0)  # no test finds the process of another
 
 
@@ -113,7 +112,7 @@ def test_a_stage_runs_eager_until_a_process_has_compiled_it_and_the_log_says_so(
 
 def test_what_is_on_disk_starts_no_process(stages, empty_disk):
     put_on_disk()
-    with mock.patch.object(compile_processes, "_started", side_effect=AssertionError("started")), compiled_nowhere():
+    with mock.patch.object(compile_process, "_started", side_effect=AssertionError("started")), compiled_nowhere():
         assert is_right(stages)
         assert settled(stages)
         assert is_right(stages)
@@ -164,9 +163,9 @@ def test_a_draw_imports_its_kernels_after_a_thread_that_imports_the_compilers(mo
 
 
 FAILURES: dict[str, tuple[Any, str, Any, str]] = {
-    "it ends": (compile_processes, "_WORKER", "compileall", "the process that compiles it ended"),
-    "it cannot be started": (compile_processes.sys, "executable", "/nowhere/python", "no process can be started"),
-    "its stage cannot be sent": (compile_processes.pickle, "dumps", mock.Mock(side_effect=pickle.PicklingError), "ask"),
+    "it ends": (compile_process, "_PROGRAM", "pass", "the process that compiles it ended"),
+    "it cannot be started": (compile_process.sys, "executable", "/nowhere/python", "no process can be started"),
+    "its stage cannot be sent": (compile_process.pickle, "dumps", mock.Mock(side_effect=pickle.PicklingError), "ask"),
     "it fails": (CompileProcess, "compile", lambda *_: "it fails with OSError: no space left", "no space left"),
     "it keeps nothing": (CompileProcess, "compile", lambda *_: "", "it cannot be read in"),
     "we fail": (compile_queue, "import_compilers", mock.Mock(side_effect=ImportError("planted")), "ImportError: plant"),
@@ -183,23 +182,16 @@ def test_a_stage_that_no_process_compiles_stays_eager_for_a_reason_and_a_warmup_
     with pytest.warns(StageWarning, match=r"order_maxima runs in eager torch.*C\+\+ compiler.*TORCHINDUCTOR_CACHE_DIR"):
         assert is_right(stages)
     assert is_right(stages)  # warns once
-    with mock.patch.object(StageCode, "compiled", lambda code, _: made_of(code)), stages.compiling_at_calls():
+    with stages_stay_eager(), stages.compiling_at_calls():
         assert is_right(stages)
     assert stages.status().eager_stages == {}
-
-
-def made_of(code: StageCode) -> Any:
-    """A stage that stands for its compiled code."""
-    made: Any = mock.Mock(side_effect=lambda *tensors: code.stage(*tensors, **code.static))
-    made.guard_check.return_value = True
-    return made
 
 
 def test_a_process_that_hangs_is_stopped(stages, empty_disk, monkeypatch):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     started = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    monkeypatch.setattr(compile_processes, "_started", lambda environment: started)
-    monkeypatch.setattr(compile_processes, "_PATIENCE", 0.2)
+    monkeypatch.setattr(compile_process, "_started", lambda environment: started)
+    monkeypatch.setattr(compile_process, "_PATIENCE", 0.2)
     assert is_right(stages)
     assert settled(stages, 60.0)
     assert started.wait(60) is not None
@@ -210,10 +202,10 @@ def test_a_process_that_works_for_long_is_waited_for(monkeypatch):
     works = "import pickle, sys, time\nwhile time.process_time() < 2: pass\nsys.stdout.buffer.write(pickle.dumps(''))"
     command, pipes = [sys.executable, "-c", works], {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     started = subprocess.Popen(command, start_new_session=True, **pipes)
-    monkeypatch.setattr(compile_processes, "_started", lambda environment: started)
-    monkeypatch.setattr(compile_processes, "_PATIENCE", 0.5)
-    process = compile_processes.CompileProcess()
-    assert process.compile(StageCall.of(order_maxima, (LOGITS,), STATIC), Path("nowhere")) == ""
+    monkeypatch.setattr(compile_process, "_started", lambda environment: started)
+    monkeypatch.setattr(compile_process, "_PATIENCE", 0.5)
+    process = compile_process.CompileProcess()
+    assert process.compile(StageCode.of(order_maxima, (LOGITS,), STATIC), Path("nowhere")) == ""
     process.end()
 
 
@@ -309,19 +301,16 @@ def test_numbers_of_rows_whose_kernels_differ_are_compiled_apart():
     assert key(40) == key(41)
 
 
-def test_code_that_comes_while_a_call_looks_for_it_is_taken(stages, launches):
+def test_code_that_comes_while_a_call_looks_for_it_is_taken_by_the_next(stages, launches):
     with mock.patch.object(QUEUE, "put"):  # no thread takes it
         assert races_right(stages)
     (wanted,) = stages._wanted.values()
     stages._called.clear()
-    before, compiled = stages._compiled, HandWritten(row_race.race_top_k, {"vocab_size": 129})
 
-    def looked(code: StageCode) -> Any:
-        found = before(code)
-        wanted.state, wanted.compiled = "ready", compiled  # by a thread
-        return found
+    def looked(code: StageCode) -> None:
+        wanted.compiled, wanted.state = code.hand_written(), "ready"  # by a thread
 
-    with mock.patch.object(stages, "_compiled", looked):
+    with mock.patch.object(StageCode, "check_not_capturing", autospec=True, side_effect=looked):
         assert races_right(stages)
     assert races_right(stages)
     assert launches == [3, 3]

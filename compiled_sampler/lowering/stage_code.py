@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import types
 from collections.abc import Callable
@@ -13,12 +14,12 @@ from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.exact.triton import LOCK, launch_class
 from compiled_sampler.logit_edit import CustomEdits
-from compiled_sampler.lowering.compiling.disk_cache import claimed, load, path_of, store
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, compiled
+from compiled_sampler.lowering.inductor.disk_cache import claimed, load, path_of, store
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.stages.stage_call import StageCall, is_far, layout, leaves, table_layouts, unshared
-from compiled_sampler.lowering.stages.tuning import Stage, is_hand_written, tuning_of
+from compiled_sampler.lowering.layouts import TABLES, TensorSpec, is_far, layout, leaves, table_layouts, unshared
+from compiled_sampler.lowering.tuning import Stage, is_hand_written, tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
 
 EXACT_OPTIONS: Options = {
@@ -35,29 +36,12 @@ EXACT_OPTIONS: Options = {
 """Inductor options that keep compiled equal to eager. Results are integers, so tuning choices are left free."""
 
 
-class HandWritten(NamedTuple):
-    """A stage with kernels of its own in the place of compiled code; Triton keeps them on disk."""
-
-    stage: Stage
-    static: dict[str, Any]
-
-    def __call__(self, *tensors: Any) -> Any:
-        """The stage's results."""
-        return self.stage(*tensors, **self.static)
-
-    def guard_check(self, *_: Any) -> bool:
-        """Numbers of rows that others serve have other keys."""
-        return True
-
-    def disable_guard_check(self) -> None:
-        """There is none."""
-
-
 class StageCode(NamedTuple):
     """The compiled code that a call of a stage needs: what it depends on, where it is kept, and how it is made."""
 
     stage: Stage
     tensors: tuple[Any, ...]
+    """Tensors, None and nested tuples of them; of a call that is over, a ``TensorSpec`` in place of each tensor."""
     static: dict[str, Any]
     hint: int
     """Rows for which Inductor tunes."""
@@ -74,40 +58,29 @@ class StageCode(NamedTuple):
         far = any(map(is_far, present))
         hint = rows if far else tuning_of(stage).rows_hint(rows, device, static.get("block", 0))
         classes = far or hint, *(launch_class(rows) if is_hand_written(stage) else ())
-        return cls(stage, tensors, static, hint, device, (stage, *static.items(), *classes, *map(layout, given)))
+        key = stage, *static.items(), *classes, *map(layout, given), *table_layouts(tensors)
+        return cls(stage, tensors, static, hint, device, key)
 
-    @classmethod
-    def of_call(cls, call: StageCall) -> StageCode:
-        """The code for a call, whose tensors are made for it."""
-        return cls.of(call.stage, call.made(), call.static)
+    def portable(self) -> StageCode:
+        """The same for another process, or for after the call: without tensors."""
+        return self._replace(tensors=tree_map_only(torch.Tensor, TensorSpec.of, self.tensors))
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether its kernels are Triton's."""
-        return is_gpu(self.device)
+    def without_numbers(self) -> StageCode:
+        """The same without the memory of any tensor but those in tables, which a sampler holds anyway."""
+        specs = tree_map_only(torch.Tensor, TensorSpec.of, self.tensors, lambda value: isinstance(value, TABLES))
+        return self._replace(tensors=specs)
 
-    @property
-    def scope(self) -> dict[str, Any]:
-        """The names of the stage's module."""
-        function: Any = self.stage
-        found: dict[str, Any] = function.__globals__
-        return found
-
-    @property
-    def _block(self) -> int:
-        block: int = self.static.get("block", 0)
-        return block
-
-    def options(self, exact: Options) -> Options:
-        """Inductor's options: what keeps its results exact, and the tuning of the stage."""
-        return {**exact, **tuning_of(self.stage).options(self.hint, self._block, on_gpu=self.on_gpu)}
+    def made_tensors(self) -> tuple[Any, ...]:
+        """The tensors, with no memory behind those of which there were specs."""
+        tensors: tuple[Any, ...] = tree_map_only(TensorSpec, TensorSpec.made, self.tensors)
+        return tensors
 
     def path(self, exact: Options) -> Path | None:
         """Where the compiled stage is kept; None where Triton keeps it, or torch: edits of a user may use any code."""
         # Torch does so by a hash of the graph that was traced and of its constants.
         if is_hand_written(self.stage) or any(isinstance(each, CustomEdits) for each in self.static.values()):
             return None
-        return path_of(self.stage, self.device, self.options(exact), *self.key[1:], *table_layouts(self.tensors))
+        return path_of(self.stage, self.device, self._options(exact), *self.key[1:])
 
     def check_not_capturing(self) -> None:
         """Refuse to compile within a capture, which compilation would break."""
@@ -118,6 +91,11 @@ class StageCode(NamedTuple):
                 "many rows as one of its buckets= has, and for logits of other strides if bind(logits=) has them. Any "
                 "other call is made once before, and once more after warmup()"
             )
+
+    def is_on_disk(self, exact: Options) -> bool:
+        """Whether the stage is there, or is one that is never kept."""
+        path = self.path(exact)
+        return path is None or path.exists()
 
     def found_or_compiled(self, exact: Options) -> Compiled:
         """The stage from disk, after another process that compiles it, or compiled now and kept there."""
@@ -130,29 +108,41 @@ class StageCode(NamedTuple):
             if found is not None:
                 return found
             made = self.compiled(exact)
-            if path is not None and load(path, self.scope) is None:  # else one for other numbers of rows lies there
+            if path is not None and load(path, self._scope) is None:  # else one for other numbers of rows lies there
                 store(path, made)
         return made
 
-    def is_on_disk(self, exact: Options) -> bool:
-        """Whether the stage is there, or is one that is never kept."""
-        path = self.path(exact)
-        return path is None or path.exists()
-
     def found(self, path: Path | None) -> Compiled | None:
         """What is on disk, if it serves such tensors."""
-        found = None if path is None else load(path, self.scope)
-        return found if found is None or found.guard_check(*self.tensors) else None
+        found = None if path is None else load(path, self._scope)
+        return found if found is None or found.serves(*self.made_tensors()) else None
 
     def compiled(self, exact: Options) -> Compiled:
-        """The stage compiled for such tensors."""
+        """The stage compiled for such tensors; one with kernels of its own, which Triton keeps, after a launch."""
+        tuning, tensors, on_gpu = tuning_of(self.stage), self.made_tensors(), is_gpu(self.device)
         if is_hand_written(self.stage):
-            self.stage(*tree_map_only(torch.Tensor, torch.zeros_like, self.tensors), **self.static)
-            return HandWritten(self.stage, self.static)
-        tuning = tuning_of(self.stage)
-        tensors = unshared(self.tensors, are_read=not is_known()) if tuning.writes else self.tensors
-        with tuned_kernels(tuning, self.hint, self._block, on_gpu=self.on_gpu):
-            return compiled(_specialised(self.stage, self.static), tensors, self.hint, self.options(exact))
+            self.stage(*tree_map_only(torch.Tensor, torch.zeros_like, tensors), **self.static)
+            return self.hand_written()
+        if tuning.writes:
+            tensors = unshared(tensors, are_read=not is_known())
+        with tuned_kernels(tuning, self.hint, self.static.get("block", 0), on_gpu=on_gpu):
+            return compiled(_specialised(self.stage, self.static), tensors, self.hint, self._options(exact))
+
+    def hand_written(self) -> Compiled:
+        """The stage itself, whose kernels serve every number of rows of this key."""
+        return Compiled(functools.partial(self.stage, **self.static))
+
+    def _options(self, exact: Options) -> Options:
+        """Inductor's options: what keeps its results exact, and the tuning of the stage."""
+        on_gpu, block = is_gpu(self.device), self.static.get("block", 0)
+        return {**exact, **tuning_of(self.stage).options(self.hint, block, on_gpu=on_gpu)}
+
+    @property
+    def _scope(self) -> dict[str, Any]:
+        """The names of the stage's module."""
+        function: Any = self.stage
+        found: dict[str, Any] = function.__globals__
+        return found
 
 
 def fault_of(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""A call of a stage: what distinguishes it from others, and the call without the numbers in its tensors."""
+"""The layouts of the tensors of a stage: what distinguishes its calls, tensors without numbers, and equal copies."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from compiled_sampler.batch import DraftTable, SlotTable
 from compiled_sampler.edits.tables import TABLES as EDIT_TABLES
-from compiled_sampler.lowering.stages.tuning import Stage
 
 _FAR = 2**31  # elements from which Inductor must index with 64 bits
 
@@ -78,43 +77,10 @@ class TensorSpec:
 
     def empty(self) -> Tensor:
         """A tensor like this in shape, whose numbers are whatever the memory held."""
-        memory = torch.empty(self._length, dtype=self.dtype, device=self.device)
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        length = self.offset if 0 in self.shape else self.offset + last + 1
+        memory = torch.empty(length, dtype=self.dtype, device=self.device)
         return memory.as_strided(self.shape, self.stride, self.offset)
-
-    @property
-    def _length(self) -> int:
-        if 0 in self.shape:
-            return self.offset
-        return self.offset + 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-
-
-@dataclass(frozen=True)
-class StageCall:
-    """A stage with its static arguments, and specs in place of its tensors."""
-
-    stage: Stage
-    tensors: tuple[Any, ...]
-    """Tensors, None and nested tuples of them, each tensor by its ``TensorSpec``; tables as they are."""
-    static: dict[str, Any]
-
-    @classmethod
-    def of(cls, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> StageCall:
-        """The call of a stage with such tensors."""
-        return cls(stage, tree_map(_without_numbers, tensors, is_leaf=_is_table), static)
-
-    def portable(self) -> StageCall:
-        """The call for another process, with specs in place of tables too."""
-        return StageCall(self.stage, tree_map_only(Tensor, TensorSpec.of, self.tensors), self.static)
-
-    @property
-    def specs(self) -> list[TensorSpec]:
-        """The specs of its tensors."""
-        return [leaf for leaf in tree_leaves(self.tensors) if isinstance(leaf, TensorSpec)]
-
-    def made(self) -> tuple[Any, ...]:
-        """The tensors of the call, with no memory behind all but tables."""
-        made: tuple[Any, ...] = tree_map_only(TensorSpec, TensorSpec.made, self.tensors)
-        return made
 
 
 def unshared(tensors: tuple[Any, ...], *, are_read: bool) -> tuple[Any, ...]:
@@ -161,11 +127,3 @@ def _in_memory_of(tensor: Tensor, other: Tensor) -> Tensor:
     """A tensor like one, in the memory of another from its first number on."""
     made, place = torch.empty(0, dtype=tensor.dtype, device=tensor.device), other.storage_offset()
     return made.set_(other.untyped_storage(), place, tensor.shape, tensor.stride())
-
-
-def _is_table(value: Any) -> bool:
-    return isinstance(value, TABLES)
-
-
-def _without_numbers(leaf: Any) -> Any:
-    return TensorSpec.of(leaf) if isinstance(leaf, Tensor) else leaf

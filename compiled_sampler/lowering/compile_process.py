@@ -1,4 +1,4 @@
-"""A process that compiles stages at low priority and leaves them on disk.
+"""A process that compiles stages at low priority and leaves them on disk: how it is asked, and its own program.
 
 Most of the time is tracing, 1.2 s a stage in Python on a fast host and twice that on a slow one: a thread of the
 caller's process would hold the GIL for it.
@@ -20,13 +20,12 @@ from pathlib import Path
 import torch
 
 from compiled_sampler.exact.triton import LOCK
-from compiled_sampler.lowering.compiling.stage_code import StageCode
-from compiled_sampler.lowering.inductor.compilation import assembler_of_triton
-from compiled_sampler.lowering.stages.stage_call import StageCall
+from compiled_sampler.lowering.inductor.compilation import assembler_of_triton, import_compilers, set_up_compilers
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode, fault_of
 
 _PATIENCE = 300.0  # seconds without a tick of CPU time, after which a process hangs; on busy cores it only waits
 _NICENESS = 19
-_WORKER = "compiled_sampler.lowering.compiling.compile_worker"
+_PROGRAM = f"from {__name__} import main; main()"  # by -m this module, already imported, would be run a second time
 
 
 class CompileProcess:
@@ -35,7 +34,7 @@ class CompileProcess:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def compile(self, call: StageCall, path: Path | None) -> str:
+    def compile(self, code: StageCode, path: Path | None) -> str:
         """Let it compile a stage that is kept at a path; why it did not, empty where it did.
 
         Without a path it launches the hand-written kernels of a stage, which Triton then keeps.
@@ -44,7 +43,7 @@ class CompileProcess:
             if self._process is None or self._process.poll() is not None:
                 self.end()
                 with LOCK:
-                    environment = assembler_of_triton(StageCode.of_call(call).device)
+                    environment = assembler_of_triton(code.device)
                 self._process = _started(environment)
         except Exception as error:  # no such program, no memory for it, no working directory
             return f"no process can be started to compile it, {type(error).__name__}: {error}"
@@ -52,7 +51,7 @@ class CompileProcess:
         assert self._process.stdout is not None
         try:
             with _killed_if_it_hangs(self._process):
-                self._process.stdin.write(pickle.dumps((torch.get_num_threads(), call, path)))
+                self._process.stdin.write(pickle.dumps((torch.get_num_threads(), code, path)))
                 self._process.stdin.flush()
                 reason: str = pickle.load(self._process.stdout)
         except Exception as error:
@@ -103,10 +102,47 @@ def _cpu_ticks(session: int) -> float:
 def _started(environment: dict[str, str]) -> subprocess.Popen[bytes]:
     paths = os.pathsep.join(str(path) or os.getcwd() for path in sys.path)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", _WORKER, str(_NICENESS)],
+        [sys.executable, "-P", "-c", _PROGRAM, str(_NICENESS)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": paths, "TORCHINDUCTOR_COMPILE_THREADS": "1", **environment},
         start_new_session=True,
     )
+
+
+def main() -> None:
+    """The program: compiles one stage after the other that its standard input names, until there are no more.
+
+    It answers on its standard output why a stage is not there, a pickled text that is empty where it is.
+    """
+    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what anything prints is no answer
+    with contextlib.suppress(AttributeError, OSError):
+        os.nice(int(sys.argv[1]))
+    import_compilers()
+    with contextlib.suppress(EOFError):
+        while True:
+            threads, code, path = pickle.load(requests)
+            torch.set_num_threads(threads)
+            answers.write(pickle.dumps(_compiled(code, path)))
+            answers.flush()
+
+
+def _compiled(code: StageCode, path: Path | None) -> str:
+    """Why a stage is not at a path, after it was compiled; empty where it is, and where Triton keeps it."""
+    try:
+        if code.device.type == "cuda":
+            torch.cuda.set_device(code.device)
+            set_up_compilers(code.device)
+        if code.path(EXACT_OPTIONS) != path:
+            return (
+                "the process has settings of torch that processes it starts do not have, so that warmup() compiles it"
+            )
+        code.found_or_compiled(EXACT_OPTIONS)
+        if code.device.type == "cuda":
+            torch.cuda.synchronize(code.device)
+            torch.cuda.empty_cache()
+    except Exception as error:
+        return fault_of(error)
+    return "" if path is None or path.exists() else f"it cannot be kept in {path.parents[2]}"

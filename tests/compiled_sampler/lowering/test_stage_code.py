@@ -14,10 +14,10 @@ from torch import Tensor
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import DraftTable
 from compiled_sampler.core.stage import call
-from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
-from compiled_sampler.lowering.compiling.listing import fake_results, zeros_like
-from compiled_sampler.lowering.compiling.stage_code import StageCode
-from compiled_sampler.lowering.stages.stage_call import StageCall, TensorSpec
+from compiled_sampler.lowering.comparison import difference
+from compiled_sampler.lowering.compiled_stages import CompiledStages
+from compiled_sampler.lowering.layouts import TensorSpec, leaves, shape
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.passes.maxima import order_maxima
 from tests.builders.edits import OF_EDIT
 from tests.builders.sampler import nothing_compiles
@@ -99,14 +99,16 @@ def test_a_spec_is_everything_but_the_numbers(tensor):
 
 def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memory():
     table = DraftTable(torch.zeros(5, 2, 7))
-    stage_call = StageCall.of(order_maxima, (table, torch.randn(3, 129)), {"vocab_size": 129, "block": 64})
-    assert stage_call.made()[0].logits is table.logits
-    sent = pickle.loads(pickle.dumps(stage_call.portable())).made()[0]
-    assert isinstance(sent, DraftTable)
-    assert (sent.logits.shape, sent.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)
-
-
-CPU = torch.device("cpu")
+    code = StageCode.of(order_maxima, (table, torch.randn(3, 129)), {"vocab_size": 129, "block": 64})
+    kept, x = code.without_numbers().made_tensors()
+    assert kept.logits is table.logits
+    assert (x.shape, x.untyped_storage().nbytes()) == ((3, 129), 0)
+    sent = pickle.loads(pickle.dumps(code.portable()))
+    assert sent.key == code.key
+    assert sent.path(EXACT_OPTIONS) == code.path(EXACT_OPTIONS)
+    kept, _ = sent.made_tensors()
+    assert isinstance(kept, DraftTable)
+    assert (kept.logits.shape, kept.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)
 
 
 def halves(x: Tensor) -> tuple[Tensor, None, Tensor]:
@@ -117,25 +119,15 @@ def doubled(x: Tensor) -> Tensor:
     return x.T * 2
 
 
-def test_fake_results_have_the_shapes_of_what_a_stage_returns():
-    x = torch.randn(3, 6)
-    for found, wanted in zip(zeros_like(fake_results(halves, (x,), {})), halves(x), strict=True):
-        if wanted is None:
-            assert found is None
-        else:
-            assert (found.shape, found.stride(), found.dtype) == (wanted.shape, wanted.stride(), wanted.dtype)
-            assert not found.any()
-
-
-def test_precompiled_stages_run_afterwards_and_compile_no_more():
+def test_listed_stages_give_zeros_laid_out_as_their_results_and_compile_no_more_afterwards():
     run, x = CompiledStages(), torch.randn(3, 6)
-    with run.precompiling(CPU):
-        first, _, count = run(halves, x)
-        assert not first.any()
-        run(doubled, first)
-        assert not count.any()
+    with run.precompiling(x.device):
+        listed = run(halves, x)
+        run(doubled, listed[0])
+    assert not listed[0].any()
+    assert not listed[2].any()
     with nothing_compiles():
-        first, _, count = run(halves, x)
-        assert torch.equal(first, halves(x)[0])
-        assert torch.equal(count, halves(x)[2])
-        assert torch.equal(run(doubled, first), doubled(first))
+        found = run(halves, x)
+        assert torch.equal(run(doubled, found[0]), doubled(found[0]))
+    assert difference(found, halves(x)) == ""
+    assert [*map(shape, leaves(listed))] == [*map(shape, leaves(found))]

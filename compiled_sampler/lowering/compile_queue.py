@@ -19,17 +19,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakSet
 
 import torch
 
 from compiled_sampler.exact.triton import LOCK, triton_operators
-from compiled_sampler.lowering.compiling.compile_processes import CompileProcess
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, HandWritten, StageCode, fault_of
+from compiled_sampler.lowering.compile_process import CompileProcess
 from compiled_sampler.lowering.inductor.compilation import Compiled, import_compilers, set_up_triton
-from compiled_sampler.lowering.stages.stage_call import StageCall
-from compiled_sampler.lowering.stages.tuning import is_hand_written
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode, fault_of
+from compiled_sampler.lowering.tuning import is_hand_written
 from compiled_sampler.pipeline.schedule import is_gpu
 
 PROCESSES_VARIABLE = "COMPILED_SAMPLER_PROCESSES"
@@ -56,22 +55,23 @@ Settled = Callable[["WantedStage"], object]
 
 @dataclass(eq=False)
 class WantedStage:
-    """A stage that is to be compiled, and its state: ``queued``, ``ready`` or ``eager``, for a reason."""
+    """A stage that is to be compiled."""
 
-    call: StageCall
-    """Without memory."""
+    code: StageCode
+    """Without tensors."""
     settled: Settled | None = None
     """Called by a thread when the stage is no longer queued."""
-    state: str = "eager"
+    state: Literal["eager", "queued", "ready", "failed", "due"] = "eager"
+    """Compiled if "ready", else run in eager torch; a call warns once of "failed", and the next one compiles "due"."""
     reason: str = ""
-    has_failed: bool = False
+    """Why it is in eager torch."""
     compiled: Compiled | None = None
     has_run: bool = False
 
     @property
     def name(self) -> str:
         """Of its function."""
-        return self.call.stage.__name__
+        return self.code.stage.__name__
 
 
 def number_of_processes(device: torch.device) -> int:
@@ -101,10 +101,10 @@ class CompileQueue:
         self.processes: set[CompileProcess] = set()
         self.users: WeakSet[Any] = WeakSet()
         self._waiting: deque[WantedStage] = deque()
-        self._taken: list[WantedStage] = []
+        self._num_taken = 0
         self._threads: set[threading.Thread] = set()
-        self._most_threads, self._head_start, self._built, self._is_over = 0, 0.0, 0, False
-        self._is_forked = self._has_warned = False
+        self._most_threads, self._head_start = 0, 0.0
+        self._is_building = self._is_over = self._is_forked = self._has_warned = False
 
     def put(self, stages: Sequence[WantedStage], device: torch.device, *, first: bool = False) -> None:
         """Have stages compiled in the background, in this order, or before all others."""
@@ -112,17 +112,15 @@ class CompileQueue:
         with self.lock:
             for wanted in stages:
                 wanted.state, wanted.reason = ("queued", "") if number else ("eager", NO_PROCESS)
-            if not number and PROCESSES_VARIABLE not in os.environ and not self._has_warned:
-                self._has_warned = True
-                _logger.warning(
-                    "stages stay in eager torch until warmup(), as too little GPU memory is free to compile"
-                )
             if number:
                 self._waiting.extendleft(reversed(stages)) if first else self._waiting.extend(stages)
                 self._most_threads = number
                 self._head_start = 0.0 if first else _HEAD_START_ON_GPU if is_gpu(device) else _HEAD_START_SECONDS
                 self._start_threads()
                 self.lock.notify_all()
+            elif PROCESSES_VARIABLE not in os.environ and not self._has_warned:
+                self._has_warned = True
+                _logger.warning("stages stay in eager torch until warmup(): too little GPU memory is free to compile")
 
     def wake(self) -> None:
         """Have a thread for what waits."""
@@ -173,35 +171,35 @@ class CompileQueue:
         with self.lock:
             self.lock.wait_for(lambda: self._waiting or self._is_over, _IDLE_SECONDS)
             if self._waiting and not self._is_over:
-                self._taken.append(self._waiting.popleft())
-                return self._taken[-1]
+                self._num_taken += 1
+                return self._waiting.popleft()
             self._threads.discard(threading.current_thread())
             return None
 
     def _found_or_compiled(self, wanted: WantedStage, process: CompileProcess) -> tuple[Compiled | None, str]:
         """A stage from disk, after a process has compiled it if need be, or why there is none."""
-        if is_hand_written(wanted.call.stage):
+        code = wanted.code
+        if is_hand_written(code.stage):
             self.processes.add(process)
-            reason = process.compile(wanted.call, None)
-            return None if reason else _launchable(wanted.call), reason
-        found, path = _loaded(wanted.call)
+            reason = process.compile(code, None)
+            return None if reason else _launchable(code), reason
+        found, path = _loaded(code)
         if found is not None or path is None:
             return found, NOT_KEPT
-        if not self._built:
+        if not self._is_building:
             _logger.info("kernels are being compiled in the background; until then stages run in eager torch")
-        self._built += 1
+        self._is_building = True
         self.processes.add(process)
-        reason = process.compile(wanted.call, path) or f"it cannot be read in {path.parents[2]}"
-        return _loaded(wanted.call)[0], reason
+        reason = process.compile(code, path) or f"it cannot be read in {path.parents[2]}"
+        return _loaded(code)[0], reason
 
     def _settle(self, wanted: WantedStage, compiled: Compiled | None, reason: str) -> None:
         with self.lock:
-            self._taken.remove(wanted)
+            self._num_taken -= 1
             wanted.compiled, wanted.reason = compiled, reason if compiled is None else ""
-            wanted.has_failed = compiled is None and reason != NOT_KEPT
-            wanted.state = "eager" if compiled is None else "ready"
-            is_last = bool(self._built) and not self._waiting and not self._taken
-            self._built = 0 if is_last else self._built
+            wanted.state = "ready" if compiled is not None else "eager" if reason == NOT_KEPT else "failed"
+            is_last = self._is_building and not self._waiting and not self._num_taken
+            self._is_building = self._is_building and not is_last
             self.lock.notify_all()
         if wanted.settled is not None:
             try:
@@ -252,23 +250,20 @@ def _with_compilers() -> Iterator[None]:
             sys.setswitchinterval(before)
 
 
-def _loaded(call: StageCall) -> tuple[Compiled | None, Path | None]:
-    """What is on disk of the code of a call, and its place."""
-    with _with_compilers():
-        code = StageCode.of_call(call)
+def _loaded(code: StageCode) -> tuple[Compiled | None, Path | None]:
+    """What is on disk of the code of a stage, and its place."""
+    with _with_compilers(), _beside_captures(code.device):
         path = code.path(EXACT_OPTIONS)
-        with _beside_captures(code.device):
-            return code.found(path), path
+        return code.found(path), path
 
 
-def _launchable(call: StageCall) -> HandWritten:
+def _launchable(code: StageCode) -> Compiled:
     """A stage whose hand-written kernels Triton keeps; its next call imports nothing."""
-    device = call.specs[0].device
-    if is_gpu(device):
+    if is_gpu(code.device):
         with _with_compilers():
-            set_up_triton(device)
+            set_up_triton(code.device)
             triton_operators()
-    return HandWritten(call.stage, call.static)
+    return code.hand_written()
 
 
 @contextmanager

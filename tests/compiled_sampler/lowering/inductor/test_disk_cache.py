@@ -14,18 +14,19 @@ from torch._inductor.runtime import cache_dir_utils
 
 import compiled_sampler
 from compiled_sampler import Sampler
-from compiled_sampler.batch import RowEntries, SampleOutputs, VerifyOutputs, tensors_of
+from compiled_sampler.batch import RowEntries, SampleOutputs, VerifyOutputs
 from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.edits.bias import write_biases
 from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.penalties import write_penalties
 from compiled_sampler.edits.recording import cut_at_stop, record_draws, with_finished
+from compiled_sampler.lowering import stage_code
 from compiled_sampler.lowering.comparison import difference, outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.lowering.compiling import disk_cache, stage_code
-from compiled_sampler.lowering.compiling.disk_cache import claimed
-from compiled_sampler.lowering.compiling.stage_code import EXACT_OPTIONS, StageCode
-from compiled_sampler.lowering.inductor import compilation
+from compiled_sampler.lowering.inductor import disk_cache
+from compiled_sampler.lowering.inductor.compilation import Compiled
+from compiled_sampler.lowering.inductor.disk_cache import claimed
+from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.params import SamplingParams
 from tests.builders.inputs import slot_table
 from tests.builders.sampler import nothing_compiles
@@ -47,10 +48,10 @@ def kept(folder: Path) -> list[Path]:
     return [file for file in folder.rglob("*") if file.is_file()]
 
 
-def compilations(x: Tensor, factor: int = 2) -> int:
-    """How often ``torch.compile`` is called for a stage by compiled stages that know none."""
+def compilations(x: Tensor, factor: int = 2, run: CompiledStages | None = None) -> int:
+    """How often ``torch.compile`` is called for a stage, by compiled stages that know none unless they are given."""
     with mock.patch.object(torch, "compile", wraps=torch.compile) as compiling:
-        assert torch.equal(CompiledStages()(scaled, x, factor=factor), scaled(x, factor=factor))
+        assert torch.equal((run or CompiledStages())(scaled, x, factor=factor), scaled(x, factor=factor))
     return int(compiling.call_count)
 
 
@@ -68,24 +69,35 @@ def test_what_one_compiled_the_next_loads(folder):
         (torch.randn(1, 5), 2),
         (torch.randn(3, 6), 2),
         (torch.randn(3, 9)[:, :5], 2),
+        (torch.randn(5, 3).T, 2),
+        (torch.randn(1, 5).expand(3, 5), 2),
         (torch.randn(3, 5).double(), 2),
         (torch.randn(3, 5), 3),
     ],
 )
-def test_another_layout_or_argument_is_kept_apart(folder, x, factor):
-    assert compilations(torch.randn(3, 5)) == 1
-    assert compilations(x, factor) == 1
+def test_another_layout_or_argument_is_compiled_and_kept_apart(folder, x, factor):
+    run = CompiledStages()
+    assert compilations(torch.randn(3, 5), run=run) == 1
+    assert compilations(x, factor, run) == 1
     assert len(kept(folder)) == 2
 
 
-def test_tables_of_any_number_of_slots_share_the_code_of_their_stage(folder):
-    sampled = [SamplingParams(seed=seed, top_k=seed + 1) for seed in range(70)]
-    for expected, count in ((1, 3), (0, 2), (0, 70), (0, 1)):
-        row_slots = RowSlots(slot_table(sampled[:count], 100), torch.arange(9) % count, torch.arange(9))
+@pytest.mark.parametrize("are_entries", [False, True], ids=["slots", "entries of rows, which nothing marks"])
+def test_tables_of_any_number_of_slots_share_the_code_of_their_stage(folder, are_entries):
+    """Torch marks what compiled code returns, so that a table made by a stage was of any size only by that."""
+    params = [SamplingParams(seed=seed, top_k=seed + 1) for seed in range(70)]
+    for expected, count in ((1, 8), (0, 5), (0, 70), *(() if are_entries else ((0, 1),))):
+        table = slot_table(params[:count], 100)
+        rows = torch.arange(count if are_entries else 9)
+        if are_entries:
+            table = RowEntries(
+                *(column.clone() for column in table[:-2])
+            )  # each from its own start, as stages make them
+        row_slots = RowSlots(table, rows % count, rows)
         with mock.patch.object(torch, "compile", wraps=torch.compile) as compiling:
             found = CompiledStages()(gather_rows, row_slots, stream=0)
         assert compiling.call_count == expected
-        assert all(map(torch.equal, tensors_of(found), tensors_of(gather_rows(row_slots, stream=0))))
+        assert not difference(found, gather_rows(row_slots, stream=0))
     assert len(kept(folder)) == 1
 
 
@@ -115,17 +127,6 @@ def test_lists_and_histories_of_more_requests_share_the_code_of_their_stages(fol
     assert len(kept(folder)) == 3
 
 
-def test_entries_of_rows_are_of_any_number_though_nothing_marks_them(folder):
-    """Torch marks what compiled code returns, so that a table made by a stage was of any size only by that."""
-    for count in (8, 5, 32):
-        *entries, _, _ = slot_table([SamplingParams(seed=seed) for seed in range(count)], 100)
-        table = RowEntries(*entries)
-        row_slots = RowSlots(table, torch.arange(count), torch.arange(count))
-        found = CompiledStages()(gather_rows, row_slots, stream=0)
-        assert all(map(torch.equal, tensors_of(found), tensors_of(gather_rows(row_slots, stream=0))))
-    assert len(kept(folder)) == 1
-
-
 def test_stages_that_return_the_class_of_an_argument_are_loaded(folder):
     numbers, slots = torch.zeros(3, dtype=torch.int64), torch.arange(3)
     counts = torch.ones(3, dtype=torch.int32)
@@ -137,7 +138,7 @@ def test_stages_that_return_the_class_of_an_argument_are_loaded(folder):
         with mock.patch.object(torch, "compile", wraps=torch.compile) as compiling:
             found = stages(with_finished, drawn, slots, stops), stages(cut_at_stop, made, slots, stops)
         assert compiling.call_count == expected
-        assert all(map(torch.equal, tensors_of(found), tensors_of(wanted)))
+        assert not difference(found, wanted)
 
 
 def test_the_name_of_a_file_tells_all_that_it_depends_on(folder, monkeypatch):
@@ -209,7 +210,7 @@ def test_other_triton_kernels_of_the_process_are_neither_stored_nor_replaced(fol
 @pytest.mark.parametrize(
     ("owner", "name", "planted"),
     [
-        (compilation, "_no_triton_kernels", mock.Mock(side_effect=RuntimeError("cannot be serialised"))),
+        (disk_cache, "_no_triton_kernels", mock.Mock(side_effect=RuntimeError("cannot be serialised"))),
         (disk_cache, "tempfile", mock.Mock(TemporaryDirectory=mock.Mock(side_effect=OSError("no space left")))),
     ],
     ids=["not serialised", "a full disk"],
@@ -222,12 +223,12 @@ def test_what_cannot_be_stored_is_compiled_all_the_same(folder, owner, name, pla
 
 def test_a_file_for_other_numbers_of_rows_is_left_alone(folder):
     assert compilations(torch.randn(3, 5)) == 1
-    loaded = mock.Mock(guard_check=mock.Mock(return_value=False))
+    loaded = Compiled(mock.Mock(), lambda *tensors: False)
     (file,) = kept(folder)
     before = file.read_bytes()
     with mock.patch.object(stage_code, "load", return_value=loaded):
         assert compilations(torch.randn(3, 5)) == 1
-    assert not loaded.called
+    assert not loaded.function.called
     assert file.read_bytes() == before
 
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import os
 import pickle
 import platform
 import sys
@@ -22,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compiled_sampler.lowering.inductor import compilation
+from compiled_sampler.exact.triton import LOCK
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options
-from compiled_sampler.lowering.inductor.patches import locks_elsewhere
+from compiled_sampler.lowering.inductor.versions import is_known
 
 if TYPE_CHECKING:  # else imported where a stage is compiled: it takes 15 ms
     from filelock import FileLock
@@ -45,33 +46,91 @@ def path_of(stage: Callable[..., Any], device: torch.device, options: Options, *
     # is the same in every process.
     if "<locals>" in stage.__qualname__:
         return None
-    folder = compilation.cache_folder(options)
+    folder = cache_folder(options)
     if folder is None:
         return None
+    from torch._inductor import config
+
     named = stage.__module__, stage.__qualname__, hash_of(Path(inspect.getfile(stage)))
     plain = sorted((name, value) for name, value in options.items() if not callable(value))
-    parts = (*named, key, _library(), _machine(device), plain, compilation.cache_settings())
+    settings = sorted(config.save_config_portable().items())  # of Inductor, all that its code depends on
+    parts = (*named, key, _library(), _machine(device), plain, settings)
     name = hashlib.sha256(repr(parts).encode()).hexdigest()
     return folder / "compiled_sampler" / name[:2] / name
+
+
+def cache_folder(options: dict[str, Any]) -> Path | None:
+    """Inductor's cache directory; None where its caches are turned off, also by the options of one compilation."""
+    if not is_known():
+        return None
+    import torch._inductor.config as config
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    allowed = options.get("fx_graph_cache", config.fx_graph_cache)
+    return Path(cache_dir()) if allowed and not config.force_disable_caches else None
 
 
 def load(path: Path, scope: dict[str, Any]) -> Compiled | None:
     """The compiled stage of a file, in the scope of its module; None if there is none that this machine can use."""
     if not path.exists():
         return None
-    with contextlib.suppress(*_BROKEN), locks_elsewhere(path.parent):
-        return compilation.load(path, scope)
+    from torch._inductor import config
+
+    # Torch stores references to the classes of results by their names in scope, not the classes. The kernels lie on
+    # disk: a pool of processes takes longer.
+    with (
+        contextlib.suppress(*_BROKEN),
+        LOCK,
+        _locks_elsewhere(path.parent),
+        config.patch(compile_threads=1),
+        path.open("rb") as file,
+    ):
+        return Compiled.ahead(torch.compiler.load_compiled_function(file, f_globals=scope))
     return None
 
 
 def store(path: Path, compiled: Compiled) -> None:
     """Keep a compiled stage. A file appears whole, whichever process writes it; a full disk keeps nothing."""
+    function: Any = compiled.function
     with contextlib.suppress(*_BROKEN):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder, LOCK, _no_triton_kernels():
             whole = Path(folder) / path.name
-            compilation.save(whole, compiled)
+            function.save_compiled_function(str(whole))
             whole.replace(path)
+
+
+@contextmanager
+def _locks_elsewhere(folder: Path) -> Iterator[None]:
+    """Within, Inductor locks what it loads in a temporary folder, if it must not write its cache."""
+    if os.access(folder, os.W_OK):
+        yield
+        return
+    from torch._inductor import codecache
+
+    with tempfile.TemporaryDirectory() as locks:
+        usual = codecache.get_lock_dir
+        codecache.get_lock_dir = lambda: locks
+        try:
+            yield
+        finally:
+            codecache.get_lock_dir = usual
+
+
+@contextmanager
+def _no_triton_kernels() -> Iterator[None]:
+    """Within, torch's table of the Triton kernels that were traced in this process is empty."""
+    # Torch stores it with every compiled function and puts it over the table of the process that loads one, where the
+    # numbers mean other kernels. No stage that is kept launches any.
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    with kernel_side_table.lock:
+        held = kernel_side_table.id_to_kernel, kernel_side_table.constant_args
+        kernel_side_table.id_to_kernel, kernel_side_table.constant_args = {}, {}
+        try:
+            yield
+        finally:
+            kernel_side_table.id_to_kernel, kernel_side_table.constant_args = held
 
 
 @contextmanager
