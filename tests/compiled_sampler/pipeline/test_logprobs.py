@@ -41,6 +41,7 @@ from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.chunked import chunks_of
 from tests.for_a_gpu import gpu_schedule, schedule_by_bounds
 from tests.oracles import oracle_logprobs as oracle
+from tests.torch_states import flushing
 
 V = 129
 PARAMS = [*REQUESTS.values(), SamplingParams(temperature=0.5, top_k=1, seed=7)]
@@ -158,12 +159,8 @@ def test_the_denormal_mode_of_the_thread_changes_nothing(wanted):
     chosen = full_mode(V)
     tokens = sample_step(chosen, inputs).token_ids
     before = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor has no denormal mode")
-    try:
+    with flushing():
         found = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
-    finally:
-        torch.set_flush_denormal(False)
     assert differing(found, before) == []
 
 

@@ -143,11 +143,8 @@ def test_plans_are_made_under_any_default_device(sampler):
     inputs = normal_rows(3), torch.tensor([[-1], [4]]), torch.arange(2)
     wanted = sampler.verify(sampler.plan([0, 5], num_drafts=[0, 1]), *inputs)
     sampler.add_request(REQUESTS["full"])  # forgets the plans
-    torch.set_default_device("meta")
-    try:
+    with torch.device("meta"):
         plan = sampler.plan([0, 5], num_drafts=[0, 1])
-    finally:
-        torch.set_default_device(None)
     assert {each.device.type for each in (plan.slot_ids, plan.draft_counts, plan.drafted)} == {"cpu"}
     assert same(sampler.verify(plan, *inputs), wanted)
 
