@@ -37,12 +37,10 @@ EDITS: dict[str, LogitEdit] = {"RequestMask": RequestMask(), "RunningBias": Runn
 
 
 def stateful_sampler(backend: str, slots: int, **options: object) -> Sampler:
-    """A sampler that has both edits."""
     return Sampler(V, slots, backend=backend, edits=[*EDITS.values()], **options)  # type: ignore[arg-type]
 
 
 def params_with(edits: Sequence[str], **options: object) -> SamplingParams:
-    """Parameters of a request with some of the edits."""
     return SamplingParams(**options, extra_args={name: {} for name in edits})  # type: ignore[arg-type]
 
 

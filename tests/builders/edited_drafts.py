@@ -35,7 +35,6 @@ class DraftBatch(NamedTuple):
         return sampler.verify(self.plan, logits, self.drafts, self.positions, rule, **self.given, **options)
 
     def leave(self, sampler: Sampler) -> None:
-        """Give the slots back."""
         for slot in self.plan.slots:
             sampler.remove_request(slot)
 

@@ -26,7 +26,6 @@ EVERYTHING = [
 
 
 def filters_of(params: SamplingParams) -> dict[str, Any]:
-    """The parameters of a request that the oracle takes."""
     return {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
@@ -75,7 +74,6 @@ def _same(left: Tensor | None, right: Tensor | None) -> bool:
 
 
 def rows_of(found: LogprobOutputs, index: Any) -> LogprobOutputs:
-    """Rows of results."""
     return LogprobOutputs(*(None if each is None else each[index] for each in found))
 
 
@@ -125,7 +123,6 @@ def wrong_fields(
 
 
 def bare(out: Any) -> Any:
-    """Results without logprobs."""
     return out._replace(logprobs=None)
 
 

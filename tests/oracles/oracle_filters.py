@@ -91,7 +91,6 @@ def normal(x: Fraction) -> Fraction:
 
 
 def probabilities(logits: Sequence[float], temperature: float) -> list[Fraction]:
-    """The law of the row."""
     return oracle.exact_law(oracle.masses(logits, temperature), oracle.visible(logits))
 
 

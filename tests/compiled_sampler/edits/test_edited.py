@@ -209,7 +209,6 @@ class Halved(LogitEdit):
     """An edit that depends on the row."""
 
     def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
-        """Half the logits at odd positions."""
         return torch.where((rows.positions & 1) == 1, 0.5 * x, x)
 
 

@@ -68,7 +68,6 @@ def compared(stage: Any, /, *tensors: Any, **static: Any) -> Any:
 
 @contextmanager
 def comparing(sampler: Sampler) -> Iterator[None]:
-    """Within, each stage of a sampler is compared."""
     with mock.patch.object(sampler._runner._executor, "_run", compared):
         yield
 
@@ -117,7 +116,6 @@ def verify_plain_drafts() -> None:
 
 
 def verify_trees() -> None:
-    """Trees with texts of their own."""
     sampler = Sampler(V, 64, backend="eager", history_len=HISTORY)
     batch = tree_batch(sampler, 3, edits=EDITS)
     plan, (drafts, parents) = batch.plan(sampler), batch.padded()

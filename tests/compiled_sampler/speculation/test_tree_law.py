@@ -7,6 +7,7 @@ one level says it; a second one is there to be walked to.
 """
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import verify as pipeline
 from compiled_sampler.speculation import residual, trees
 from tests.builders.inputs import full_mode, slot_table
+from tests.builders.trees import path_of, random_parents
 from tests.tiers import tiers
 
 BOUND, DETECTED = 1e-5, 1e-3
@@ -142,3 +144,23 @@ def test_a_walk_that_forgets_what_rejected_siblings_took_is_detected(monkeypatch
     monkeypatch.setattr(pipeline, "walk_on", forgetful)
     emitted, p = law_of_a_token("plain", 4, 3)
     assert 0.5 * float((emitted - p).abs().sum()) > DETECTED
+
+
+# Depths and paths of nodes, whatever parents are.
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "garbage"])
+@pytest.mark.parametrize("width", [1, 8, 9, 64])
+def test_nodes_have_the_depth_and_the_path_of_a_climb(kind, width):
+    source = random.Random(width)
+    every = [random_parents(source, width, kind) for _ in range(20)]
+    counts = [source.randrange(width + 1) for _ in every]
+    parents, num_drafts = torch.tensor(every), torch.tensor(counts)
+    made = trees.tree_of(trees.first_ways(parents, num_drafts), parents, num_drafts)
+    for n, (tree, count) in enumerate(zip(every, counts, strict=True)):
+        for node in range(width):
+            path = path_of(tree, node) if node < count else None
+            assert made.depths[n, node] == len(path or ())
+            if path is not None:
+                assert int(made.paths[n, node]) % 2**64 == sum(1 << each for each in path)
+        assert made.is_wrong[n] == any(not -1 <= tree[node] < node for node in range(count))

@@ -26,7 +26,6 @@ class Kept(LogitEdit):
     constant: float = 0.0
 
     def edit(self, x, ids, rows):
-        """The logits."""
         return x + self.constant
 
 
