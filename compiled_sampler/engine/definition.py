@@ -27,14 +27,12 @@ from compiled_sampler.pipeline.logprobs import logprobs_of
 from compiled_sampler.pipeline.sample import keyed_by
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 from compiled_sampler.pipeline.verify_rows import (
-    drafted_tree,
     edits_of_drafts,
     emitted_logprobs,
-    layout_of,
+    rows_of,
     slots_of,
     verify_schedules,
     with_logprobs,
-    with_paths,
 )
 from compiled_sampler.speculation.reference import verify
 from compiled_sampler.speculation.row_layout import gathered, rows_of_drafts
@@ -89,10 +87,9 @@ def _edited_rows_and_drafts(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
     if inputs.edits is None:
         return inputs
     schedules = verify_schedules(mode, inputs)
-    tree = drafted_tree(inputs, eagerly)
-    layout = layout_of(schedules, inputs, eagerly, tree)
-    of_paths, noise = with_paths(mode, inputs, layout, tree, eagerly)
-    logits, edits = inputs.logits, (of_paths or inputs.edits)._replace(leave=False)  # in a copy
+    layout, _, edits, noise = rows_of(schedules, inputs, eagerly)
+    assert edits is not None
+    logits, edits = inputs.logits, edits._replace(leave=False)  # in a copy
     if not mode.from_probabilities:
         logits = edited_logits(schedules.rows, logits, slots_of(inputs.table, layout), edits, eagerly)
     proposals = inputs.proposals

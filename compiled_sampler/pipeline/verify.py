@@ -36,17 +36,16 @@ from compiled_sampler.pipeline.sample import Draw, edit_and_draw
 from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.verify_chunks import in_request_chunks, padded_to_two
 from compiled_sampler.pipeline.verify_rows import (
+    VerifyRows,
     VerifySchedules,
-    drafted_tree,
     emitted_logprobs,
-    layout_of,
     proposal_of,
     proposed,
+    rows_of,
     slots_of,
     target_logits,
     verify_schedules,
     with_logprobs,
-    with_paths,
 )
 from compiled_sampler.speculation.acceptance import Judged, Proposal, carried_ratio, judge_drafts, judge_prefixes
 from compiled_sampler.speculation.emission import Final, emit_matches, final_rows
@@ -71,14 +70,10 @@ class _Target(NamedTuple):
 
     logits: Tensor
     """``[R, >=V]``: logits after edits, or probabilities."""
-    layout: Layout
-    """Request, position and draft of each row ``[R]``."""
     law: AnyLaw
     """The target's law of each row ``[R]``, or of each draft ``[D]`` if ``_has_law_by_draft``."""
     ordered: Tensor | None
     """int64 ``[R, C]``, packed keys of the candidates if these hold every token that the filters keep; else None."""
-    tree: Tree | None = None
-    """The trees of the drafts; None for chains."""
 
 
 def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, draw: Draw = edit_and_draw) -> VerifyOutputs:
@@ -93,12 +88,13 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, draw: Draw = 
 def _verify(mode: Mode, inputs: VerifyInputs, run: Run, draw: Draw) -> VerifyOutputs:
     """``verify_step`` of all requests at once."""
     schedules = verify_schedules(mode, inputs)
+    rows = rows_of(schedules, inputs, run)
     if mode.matches_drafts:
-        outputs, row_logprobs = _matched(schedules, inputs, run, draw)
+        outputs, row_logprobs = _matched(schedules, inputs, rows, run, draw)
     else:
         with ExitStack() as undo:
-            target, proposal = _laws(schedules, inputs, run, undo)
-            outputs, row_logprobs = _judged(schedules, inputs, target, proposal, run)
+            target, proposal = _laws(schedules, inputs, rows, run, undo)
+            outputs, row_logprobs = _judged(schedules, inputs, rows, target, proposal, run)
     if inputs.parents is not None and outputs.node_ids is None:  # no request has a draft
         outputs = outputs._replace(node_ids=inputs.parents)
     if inputs.stops is not None:
@@ -107,22 +103,19 @@ def _verify(mode: Mode, inputs: VerifyInputs, run: Run, draw: Draw) -> VerifyOut
 
 
 def _matched(
-    schedules: VerifySchedules, inputs: VerifyInputs, run: Run, draw: Draw
+    schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, run: Run, draw: Draw
 ) -> tuple[VerifyOutputs, LogprobOutputs | None]:
     """The outputs of the rule ``match``, and logprobs of rows ``[R]`` if asked for."""
     schedule, slots, drafts = schedules.rows, inputs.slots, inputs.draft_token_ids
-    tree: Tree | None = None
+    layout, tree, edits, noise = rows
     if schedule.mode.from_probabilities:
-        probabilities, layout, law, *_ = _target(schedules, inputs, run)
+        law = probability_law(schedule, inputs.logits, run, looks=True)
         final = run(every_row_final, law, layout, inputs.table)
-        winners = _final_winners(schedule, probabilities, values=None, final=final, run=run)
+        winners = _final_winners(schedule, inputs.logits, values=None, final=final, run=run)
         draws = run(draw_from_final_blocks, *winners, final)
     else:
-        tree = drafted_tree(inputs, run)
-        layout = layout_of(schedules, inputs, run, tree)
-        edits, noise = with_paths(schedule.mode, inputs, layout, tree, run)
-        rows = SampleInputs(inputs.logits, layout.slots, layout.positions, inputs.table)
-        draws = draw(schedule, rows._replace(edits=edits, logprobs=inputs.logprobs, noise=noise), run)
+        sampled = SampleInputs(inputs.logits, layout.slots, layout.positions, inputs.table)
+        draws = draw(schedule, sampled._replace(edits=edits, logprobs=inputs.logprobs, noise=noise), run)
     tokens = draws._replace(logprobs=None)
     if tree is not None:
         static = {"vocab_size": schedule.mode.vocab_size}
@@ -131,14 +124,14 @@ def _matched(
 
 
 def _judged(
-    schedules: VerifySchedules, inputs: VerifyInputs, target: _Target, proposal: Proposal, run: Run
+    schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, target: _Target, proposal: Proposal, run: Run
 ) -> tuple[VerifyOutputs, LogprobOutputs | None]:
     """The outputs of a rule that compares laws, and logprobs of rows ``[R]`` if asked for."""
     slots, drafts, node_ids, values = inputs.slots, inputs.draft_token_ids, None, proposal.values
-    if target.tree is None:
-        final = _final_of_chains(schedules, inputs, target, proposal, run)
+    if rows.tree is None:
+        final = _final_of_chains(schedules, inputs, rows.layout, target, proposal, run)
     else:
-        final, node_ids, drafts = _final_of_trees(schedules, inputs, target, target.tree, proposal, run)
+        final, node_ids, drafts = _final_of_trees(schedules, inputs, rows.layout, rows.tree, target, proposal, run)
     if target.ordered is not None:
         vocab = {"vocab_size": schedules.rows.mode.vocab_size}
         outputs = run(emit_from_final_candidates, target.ordered, values, final, slots, drafts, **vocab)
@@ -150,11 +143,11 @@ def _judged(
 
 
 def _final_of_chains(
-    schedules: VerifySchedules, inputs: VerifyInputs, target: _Target, proposal: Proposal, run: Run
+    schedules: VerifySchedules, inputs: VerifyInputs, layout: Layout, target: _Target, proposal: Proposal, run: Run
 ) -> Final:
     """The final row of each request, whose drafts are a chain."""
     mode, drafts, values = schedules.rows.mode, inputs.draft_token_ids, proposal.values
-    vocab, (logits, layout, law, ordered, _) = {"vocab_size": mode.vocab_size}, target
+    vocab, (logits, law, ordered) = {"vocab_size": mode.vocab_size}, target
     requests = slots_of(inputs.table, inputs)
     by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
     judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **vocab, **rule, by_draft=by_draft)
@@ -167,11 +160,17 @@ def _final_of_chains(
 
 
 def _final_of_trees(
-    schedules: VerifySchedules, inputs: VerifyInputs, target: _Target, tree: Tree, proposal: Proposal, run: Run
+    schedules: VerifySchedules,
+    inputs: VerifyInputs,
+    layout: Layout,
+    tree: Tree,
+    target: _Target,
+    proposal: Proposal,
+    run: Run,
 ) -> tuple[Final, Tensor, Tensor]:
     """The final row of each request, by one test of each at a time from the root on; nodes and drafts of its path."""
     mode, drafts, values = schedules.rows.mode, inputs.draft_token_ids, proposal.values
-    vocab, (logits, layout, law, ordered, _) = {"vocab_size": mode.vocab_size}, target
+    vocab, (logits, law, ordered) = {"vocab_size": mode.vocab_size}, target
     requests = slots_of(inputs.table, inputs)
     assert values is not None
     assert proposal.law is not None  # one-hot drafts are refused
@@ -188,20 +187,22 @@ def _final_of_trees(
     return run(final_of_walk, walk, nodes, *laws, layout, tree, requests, drafts, **vocab)
 
 
-def _laws(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> tuple[_Target, Proposal]:
+def _laws(
+    schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, run: Run, undo: ExitStack
+) -> tuple[_Target, Proposal]:
     """The target and the proposal, each with its law; the two are independent and may overlap on two streams."""
     # In a chunk they do not: what two streams have read is free only when both are done, and no chunk waits for that.
     mode = schedules.rows.mode
     target = _judging_target if _has_law_by_draft(mode) and inputs.parents is None else _target
     values = proposed(mode, inputs)
     if values is None:
-        return target(schedules, inputs, run, undo), Proposal(None, None)
-    if inputs.rows is not None:
-        return target(schedules, inputs, run, undo), proposal_of(schedules, inputs, values, run)
+        return target(schedules, inputs, rows, run, undo), Proposal(None, None)
     chains = (
-        lambda: target(schedules, inputs, run, undo),
-        lambda: proposal_of(schedules, inputs, values, run),
+        lambda: target(schedules, inputs, rows, run, undo),
+        lambda: proposal_of(schedules, inputs, rows, values, run),
     )
+    if inputs.rows is not None:
+        return chains[0](), chains[1]()
     return overlap(run, inputs.logits.device, *chains)
 
 
@@ -212,34 +213,29 @@ def _has_law_by_draft(mode: Mode) -> bool:
     return mode.rule == "rejection" and unfiltered
 
 
-def _target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack | None = None) -> _Target:
+def _target(schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, run: Run, undo: ExitStack) -> _Target:
     """The target's law of every row ``[R]``, from probabilities or from filtered logits."""
-    schedule, tree = schedules.rows, drafted_tree(inputs, run)
-    layout = layout_of(schedules, inputs, run, tree)
+    schedule = schedules.rows
     if schedule.mode.from_probabilities:
-        return _Target(inputs.logits, layout, probability_law(schedule, inputs.logits, run, looks=True), None)
-    row_slots = slots_of(inputs.table, layout)
-    edits, _ = with_paths(schedule.mode, inputs, layout, tree, run)
-    logits = edited_logits(schedule, target_logits(inputs), row_slots, edits, run, undo)
-    return _Target(logits, layout, *chunked_row_law(schedule, logits, row_slots, run), tree)
+        return _Target(inputs.logits, probability_law(schedule, inputs.logits, run, looks=True), None)
+    row_slots = slots_of(inputs.table, rows.layout)
+    logits = edited_logits(schedule, target_logits(inputs), row_slots, rows.edits, run, undo)
+    return _Target(logits, *chunked_row_law(schedule, logits, row_slots, run))
 
 
-def _judging_target(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, undo: ExitStack) -> _Target:
+def _judging_target(
+    schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, run: Run, undo: ExitStack
+) -> _Target:
     """The target's law of the rows that judge a draft, ``[D]``, without filters."""
-    schedule, layout = schedules.drafts, layout_of(schedules, inputs, run)
-    row_slots = slots_of(inputs.table, layout)
-    logits = edited_logits(schedules.rows, target_logits(inputs), row_slots, inputs.edits, run, undo)
+    schedule, (layout, _, edits, _) = schedules.drafts, rows
+    row_slots, judging = slots_of(inputs.table, layout), slots_of(inputs.table, layout.trials)
+    logits = edited_logits(schedules.rows, target_logits(inputs), row_slots, edits, run, undo)
 
     def law_of_chunk(row_ids: Tensor, judging: RowSlots) -> AnyLaw:
         blocks = run(order_maxima_of, logits, row_ids, **schedule.order.reduction)
         return unfiltered_law(schedule, logits, blocks, judging, row_ids, run)
 
-    return _Target(
-        logits,
-        layout,
-        in_chunks(schedule, run, law_of_chunk, layout.trials.row_ids, slots_of(inputs.table, layout.trials)),
-        None,
-    )
+    return _Target(logits, in_chunks(schedule, run, law_of_chunk, layout.trials.row_ids, judging), None)
 
 
 def _final_winners(schedule: Schedule, logits: Tensor, values: Values, final: Final, run: Run) -> tuple[Tensor, Tensor]:

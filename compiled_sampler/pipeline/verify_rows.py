@@ -44,6 +44,18 @@ class VerifySchedules(NamedTuple):
     """For N rows, the final row of each request."""
 
 
+class VerifyRows(NamedTuple):
+    """The rows of a verification, and what edits and noise read for them."""
+
+    layout: Layout
+    """Request, position and draft of each row ``[R]``."""
+    tree: Tree | None
+    """The trees that drafts are; None for chains."""
+    edits: EditInputs | None
+    """Those of the inputs, with a text for each row of trees; so is the noise."""
+    noise: NoiseInputs | None
+
+
 def verify_schedules(mode: Mode, inputs: VerifyInputs) -> VerifySchedules:
     """The schedules for R rows, D drafts and N requests."""
     logits, device, is_edited = inputs.logits, inputs.logits.device, inputs.edits is not None
@@ -84,40 +96,31 @@ def num_trials(mode: Mode, inputs: VerifyInputs) -> int:
     return entries if values is None else min(entries, rows_like(inputs).shape[0])
 
 
-def layout_of(schedules: VerifySchedules, inputs: VerifyInputs, run: Run, tree: Tree | None = None) -> Layout:
-    """Request, position and draft of each row ``[R]``, and the trials cut to the D drafts that there can be."""
-    _, slots, positions, num_drafts, drafts, *_ = inputs
-    mode, searched = schedules.requests.mode, schedules.requests.searches_requests
-    static = {"vocab_size": mode.vocab_size, "searched": searched}
-    layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **static)
-    if tree is not None:
+def rows_of(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> VerifyRows:
+    """The rows of a verification, its trials cut to the D drafts that there can be."""
+    slots, positions, num_drafts, drafts = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids
+    mode, searched, edits, noise = (
+        schedules.requests.mode,
+        schedules.requests.searches_requests,
+        inputs.edits,
+        inputs.noise,
+    )
+    vocab, tree = {"vocab_size": mode.vocab_size}, None
+    layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **vocab, searched=searched)
+    if inputs.parents is not None and drafts.shape[1]:
+        by_node = inputs.parents, num_drafts
+        tree = run(tree_of, run(first_ways, *by_node), *by_node)
         if not mode.matches_drafts:
             layout = layout._replace(trials=run(tree_trials, layout, tree, slots, positions))
         row_slots, row_positions = run(tree_rows, layout, tree, positions)
         layout = layout._replace(slots=row_slots, positions=row_positions)
     count = num_trials(mode, inputs)
-    return layout._replace(trials=Trials(*(field[:count] for field in layout.trials)))
-
-
-def drafted_tree(inputs: VerifyInputs, run: Run) -> Tree | None:
-    """The trees that drafts are; None for chains."""
-    if inputs.parents is None or not inputs.draft_token_ids.shape[1]:
-        return None
-    by_node = inputs.parents, inputs.num_drafts
-    return run(tree_of, run(first_ways, *by_node), *by_node)
-
-
-def with_paths(
-    mode: Mode, inputs: VerifyInputs, layout: Layout, tree: Tree | None, run: Run
-) -> tuple[EditInputs | None, NoiseInputs | None]:
-    """What edits and noise read, where the rows of trees have texts of their own."""
-    edits, noise = inputs.edits, inputs.noise
-    reads = noise is not None or (edits is not None and edits.tables.history is not None)
-    if tree is None or not reads:
-        return edits, noise
-    paths = run(row_paths, layout, tree, inputs.positions, inputs.draft_token_ids, vocab_size=mode.vocab_size)
-    edits = None if edits is None else edits._replace(paths=paths)
-    return edits, None if noise is None else noise._replace(paths=paths)
+    layout = layout._replace(trials=Trials(*(field[:count] for field in layout.trials)))
+    if tree is not None and (noise is not None or (edits is not None and edits.tables.history is not None)):
+        paths = run(row_paths, layout, tree, positions, drafts, **vocab)
+        edits = None if edits is None else edits._replace(paths=paths)
+        noise = None if noise is None else noise._replace(paths=paths)
+    return VerifyRows(layout, tree, edits, noise)
 
 
 def slots_of(table: AnyTable, owned: Layout | Trials | VerifyInputs) -> RowSlots:
@@ -153,14 +156,18 @@ def proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | PickedRows | DraftTab
 
 
 def proposal_of(
-    schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor | PickedRows | DraftTable, run: Run
+    schedules: VerifySchedules,
+    inputs: VerifyInputs,
+    rows: VerifyRows,
+    values: Tensor | PickedRows | DraftTable,
+    run: Run,
 ) -> Proposal:
     """The proposals and their law ``[D]``; draft logits pass the target's edits and filters, unless processed."""
     schedule, searched = schedules.drafts, schedules.requests.searches_requests
     if isinstance(values, DraftTable):
-        return _cached_proposal(schedules, inputs, values, run)
-    if (edits := _edits_of(schedules, inputs)) is not None:
-        return _edited_proposal(schedules, inputs, values, edits, run)
+        return _cached_proposal(schedules, inputs, rows, values, run)
+    if rows.edits is not None and edits_drafts(schedule.mode):
+        return _edited_proposal(schedule, inputs.table, rows.layout, values, rows.edits, run)
     assert isinstance(values, Tensor)  # rows are picked for edits alone
     if schedule.mode.drafts == "probabilities":
         return Proposal(values, probability_law(schedule, values, run, looks=False))
@@ -170,32 +177,27 @@ def proposal_of(
     return Proposal(values, chunked_row_law(schedule, values, row_slots, run)[0])
 
 
-def _edits_of(schedules: VerifySchedules, inputs: VerifyInputs) -> EditInputs | None:
-    """What the edits of draft logits read; None for what no edit changes: also probabilities and processed logits."""
-    return inputs.edits if edits_drafts(schedules.drafts.mode) else None
-
-
 def _edited_proposal(
-    schedules: VerifySchedules, inputs: VerifyInputs, values: Tensor | PickedRows, edits: EditInputs, run: Run
+    schedule: Schedule, table: AnyTable, layout: Layout, values: Tensor | PickedRows, edits: EditInputs, run: Run
 ) -> Proposal:
     """The proposals ``[D, >=V]`` after edits, which read the position and the history of each draft, and their law."""
-    schedule, tree = schedules.drafts, drafted_tree(inputs, run)
-    layout = layout_of(schedules, inputs, run, tree)
-    edits = with_paths(schedule.mode, inputs, layout, tree, run)[0] or edits
-    row_slots = slots_of(inputs.table, layout.trials)
+    row_slots = slots_of(table, layout.trials)
     logits = edited_logits(schedule, values, row_slots, edits_of_drafts(layout, edits), run)
     return Proposal(logits, chunked_row_law(schedule, logits, row_slots, run)[0])
 
 
-def _cached_proposal(schedules: VerifySchedules, inputs: VerifyInputs, table: DraftTable, run: Run) -> Proposal:
+def _cached_proposal(
+    schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, table: DraftTable, run: Run
+) -> Proposal:
     """The proposals in a draft table, and their law ``[D]``: read in place, but for the passes of top-k and top-p."""
     # The passes of top-k and top-p read all rows of a tensor, so a chunk's rows are copied for them.
     schedule, mode, count = schedules.drafts, schedules.drafts.mode, num_trials(schedules.drafts.mode, inputs)
     requests, searched = (inputs.slots, inputs.num_drafts), schedules.requests.searches_requests
     slots_and_rows = run(rows_of_drafts, rows_like(inputs), *requests, table, searched=searched)
     slots, row_ids = (values[:count] for values in slots_and_rows)
-    if (edits := _edits_of(schedules, inputs)) is not None:
-        return _edited_proposal(schedules, inputs, run(gathered, table, row_ids), edits, run)
+    if rows.edits is not None and edits_drafts(mode):
+        values = run(gathered, table, row_ids)
+        return _edited_proposal(schedule, inputs.table, rows.layout, values, rows.edits, run)
     row_slots = RowSlots(inputs.table, slots, slots)  # any positions, as for ``proposal_of``
 
     def law_of_chunk(row_ids: Tensor, row_slots: RowSlots) -> AnyLaw:

@@ -77,13 +77,15 @@ def compared(answers: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def timed(engines: list[Process], options: argparse.Namespace, end: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Tokens a second of each cell, engines in turns."""
+def timed(engines: list[Process], options: argparse.Namespace, end: float) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Tokens a second of each cell, engines in turns; and microseconds of the host in a call of the sampler."""
     cells = list(itertools.product(options.rows, options.laws))
     for engine, (rows, law) in itertools.product(engines, cells):
         engine.ask("time", rows=rows, tokens=4, law=CELLS[law])
-    yield "settled", {engine.name: engine.ask("settle") for engine in engines}
+    yield "tokens_per_s", "settled", {engine.name: engine.ask("settle") for engine in engines}
     for rows, law in cells:
+        for engine in engines:
+            engine.ask("host")  # from now on calls are of this cell
         question = {"rows": rows, "tokens": 32, "law": CELLS[law]}
         found: dict[str, list[float]] = {engine.name: [] for engine in engines}
         for turn in range(-1, options.rounds):
@@ -96,7 +98,8 @@ def timed(engines: list[Process], options: argparse.Namespace, end: float) -> It
         shown = {
             name: [round(median(each)), round(min(each)), round(max(each))] for name, each in found.items() if each
         }
-        yield f"{rows} {law}", shown
+        yield "tokens_per_s", f"{rows} {law}", shown
+        yield "host", f"{rows} {law}", {engine.name: engine.ask("host").get("us") for engine in engines}
         if time.time() > end:
             return
 
@@ -139,8 +142,8 @@ def run_parts(options: argparse.Namespace, engines: dict[str, Process], made: di
     clock = threading.Timer(options.seconds - (time.time() - began), lambda: [engine.stop() for engine in table])
     clock.daemon = True
     clock.start()
-    for label, cell in timed(table, options, end):
-        show("tokens_per_s", label, cell)
+    for part, label, cell in timed(table, options, end):
+        show(part, label, cell)
     clock.cancel()
 
 
@@ -157,7 +160,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     engines: dict[str, Process] = {}
-    made: dict[str, Any] = {"started": {}, "answers": {}, "tokens": {}, "tokens_per_s": {}}
+    made: dict[str, Any] = {"started": {}, "answers": {}, "tokens": {}, "tokens_per_s": {}, "host": {}}
     try:
         run_parts(options, engines, made)
     finally:

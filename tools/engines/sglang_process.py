@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from compiled_sampler import functional
@@ -55,6 +56,7 @@ LAWS: list[dict[str, Any]] = [
 REQUESTS = [(PROMPTS[place % 8], LAWS[(place + place // 8) % 8]) for place in range(16)]
 HASHES = "SGLANG_GPU_HASHES"  # environment variable: the file of an engine's hashes; none is noted while it is absent
 SETTLE = ".settle"  # suffix of a file: while it is there, the sampler waits until its kernels are compiled
+HOST = ".host"  # suffix of a file: while it is empty, the sampler writes what its calls took since it last did
 
 
 def watch() -> None:
@@ -65,9 +67,9 @@ def watch() -> None:
 
 
 def watched(sampler: Any) -> None:
-    """Have a sampler write a line of seed, position and hash for each row."""
+    """Have a sampler write a line of seed, position and hash for each row, and what its calls take of the host."""
     forward, place = sampler.forward, Path(os.environ[HASHES])
-    settle = place.with_suffix(SETTLE)
+    settle, host, calls_us = place.with_suffix(SETTLE), place.with_suffix(HOST), list[float]()
 
     def noted(outputs: Any, info: Any, *args: Any, **named: Any) -> Any:
         if place.exists() and info.sampling_seed is not None:
@@ -82,7 +84,13 @@ def watched(sampler: Any) -> None:
         if settle.exists():
             functional.warmup()
             settle.unlink()
-        return forward(outputs, info, *args, **named)
+        if host.exists() and not host.stat().st_size:
+            host.write_text(f"{median(calls_us or [0.0]):.0f}")
+            calls_us.clear()
+        began = time.perf_counter()
+        token_ids = forward(outputs, info, *args, **named)
+        calls_us.append(1e6 * (time.perf_counter() - began))
+        return token_ids
 
     sampler.forward = noted
 
@@ -99,7 +107,7 @@ class Engine:
         self.started = {"start_s": round(time.perf_counter() - began, 1)}
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """What a question asks for: ``tokens``, the ``time`` of a round, or to ``settle``."""
+        """What a question asks for: ``tokens``, the ``time`` of a round, that of the ``host``, or to ``settle``."""
         do: Callable[..., dict[str, Any]] = getattr(self, f"_{question.pop('do')}")
         return do(**question)
 
@@ -134,6 +142,15 @@ class Engine:
         Path(os.environ[HASHES]).with_suffix(SETTLE).touch()
         self._generate([[5, 6, 7]], [{"sampling_seed": 1}], 2)
         return {"seconds": round(time.perf_counter() - began, 1)}
+
+    def _host(self) -> dict[str, Any]:
+        """The median of the microseconds that the host spent in calls of the sampler since the last such question."""
+        place = Path(os.environ[HASHES]).with_suffix(HOST)
+        place.touch()
+        self._generate([[5, 6, 7]], [{"sampling_seed": 1}], 2)
+        host_us = int(place.read_text())
+        place.unlink()
+        return {"us": host_us}
 
     def _time(self, rows: int, tokens: int, law: dict[str, Any]) -> dict[str, Any]:
         """Milliseconds a step of a round, its prefill included."""

@@ -147,16 +147,16 @@ def test_a_batch_of_sglang_brings_seeds_that_stay_with_its_rows(plugin: Any, con
 def test_the_bound_of_top_k_stays_with_a_batch_and_an_unbounded_row_ends_it(plugin: Any) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from compiled_sampler.integrations.sglang.drawing import law_arguments
+    from compiled_sampler.integrations.sglang.drawing import mode_name
 
     plugin.install(backend="eager")
     HookRegistry.apply_hooks()
     batch = batch_of({"a": 5}, top_k=20)
     batch.merge_batch(batch_of({"b": 6}, top_k=50))
     batch.filter_batch([0], torch.tensor([0]))
-    assert law_arguments(batch.copy_for_forward())["mode"] == "top_k_top_p[64]"
+    assert mode_name(batch.copy_for_forward()) == "top_k_top_p[64]"
     batch.merge_batch(batch_of({"c": 7}))
-    assert law_arguments(batch.copy_for_forward())["mode"] is None
+    assert mode_name(batch.copy_for_forward()) == "top_k"
 
 
 def test_a_batch_as_sglang_makes_it_is_drawn_from(plugin: Any) -> None:

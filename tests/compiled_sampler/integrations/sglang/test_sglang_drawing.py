@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.functional import warmup
 from compiled_sampler.modes import MAX_VOCAB_SIZE
 from tests.engines.sglang_engine import KINDS, LAWS, TOP_K_ALL, batch_info, engine, outputs_of
 from tests.torch_states import no_waits
@@ -177,21 +178,56 @@ def modules() -> Iterator[None]:
 
 def on_the_gpu(info: Any) -> Any:
     moved = {name: value.cuda() for name, value in vars(info).items() if isinstance(value, Tensor)}
-    return dataclasses.replace(info, **moved)
+    there = dataclasses.replace(info, **moved)
+    there.max_top_k = info.max_top_k
+    return there
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.usefixtures("modules")
+@pytest.mark.parametrize("is_replayed", [False, True])
 @pytest.mark.parametrize("name", BATCHES)
-def test_the_tokens_are_those_of_the_cpu_and_a_step_waits_for_nothing(name: str) -> None:
+def test_the_tokens_are_those_of_the_cpu_and_a_step_waits_for_nothing(
+    name: str, is_replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compiled_sampler.integrations.sglang.drawing import CompiledSampler, ReplayedDraws
+
+    if not is_replayed:
+        monkeypatch.setattr(ReplayedDraws, "_capture", lambda *_: None)
     laws = BATCHES[name]
-    info = batch_info(laws, list(range(len(laws))))
-    there, positions = on_the_gpu(info), torch.arange(len(laws)) * 7
-    for step in range(5):
-        logits = torch.randn(len(laws), 5000, generator=torch.Generator().manual_seed(step)) * 3
-        given = logits.cuda(), there, (positions + step).cuda()
-        drawn = draw(*given, "compiled")
+    rows, info = len(laws), batch_info(laws, list(range(len(laws))))
+    there, positions = on_the_gpu(info), torch.arange(rows) * 7
+    sampler = CompiledSampler("compiled")
+    for step in range(8):
+        logits = torch.randn(rows, 5000, generator=torch.Generator().manual_seed(step)) * 3
+        given = outputs_of(logits.cuda()), there, False, [0] * rows, [None] * rows, (positions + step).cuda()
+        if step < 3:  # the last of them may be captured
+            drawn = sampler(*given)
+            warmup()
+        else:
+            with no_waits():
+                drawn = sampler(*given)
         assert drawn.tolist() == draw(logits, info, positions + step, "eager").tolist()
-        with no_waits():
-            draw(*given, "compiled")
+    (replays,) = sampler._replays.values()
+    statistics = replays._cache.statistics()
+    assert statistics.variants == int(is_replayed)
+    assert (statistics.replays >= 5) == is_replayed
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("modules")
+def test_tokens_of_a_replayed_step_stay_when_the_next_one_is_replayed() -> None:
+    from compiled_sampler.integrations.sglang.drawing import CompiledSampler
+
+    info, logits, positions = batch_info(LAWS, SEEDS), logits_of(ROWS), POSITIONS.cuda()
+    there, sampler, drawn = on_the_gpu(info), CompiledSampler("compiled"), []
+    for step in range(8):
+        given = outputs_of(logits.cuda()), there, False, [0] * ROWS, [None] * ROWS, positions + step
+        drawn.append(sampler(*given))
+        if step < 3:
+            warmup()
+    wanted = [draw(logits, info, POSITIONS + step, "eager").tolist() for step in range(8)]
+    assert [tokens.tolist() for tokens in drawn] == wanted
+    (replays,) = sampler._replays.values()
+    assert replays._cache.statistics().replays >= 5
