@@ -75,13 +75,7 @@ def write_states(sampler: Sampler, states: Mapping[str, Tensor]) -> None:
 
 
 def edited_before(logits: Tensor, rows: Sequence[tuple[Sequence[str], int]], states: Mapping[str, Tensor]) -> Tensor:
-    """The logits ``[R, V]`` after the edits of each row and the state of its slot, token by token.
-
-    Args:
-        logits: float32 ``[R, V]``.
-        rows: the edits and the slot of each row.
-        states: of all slots, by name.
-    """
+    """The logits ``[R, V]``, token by token, after the edits of each row with the state of its slot."""
     made = logits.clone()
     for row, (edits, slot) in enumerate(rows):
         words, groups = states["words"][slot].tolist(), states["groups"][slot].flatten().tolist()

@@ -159,16 +159,9 @@ def won_by_others(
 ) -> list[int]:
     """Rows where Triton's winner is not torch's, or that raced without need; masked winners have no token.
 
-    Of rows that only top-p filters two thirds race first, the others with those that top-k filters.
-
-    Args:
-        race: on the CPU.
-        vocab_size: V.
-        device: where Triton's race runs.
-        launch: of ``LAUNCHES``.
-        shifted: added to the keys of Triton's noise, by way of a control.
-        filters: "all"; "min_p", so that nothing is searched; "top_k" and min_p, so that no pass comes before; "and
-            masks" with each.
+    Of rows that only top-p filters two thirds race first, the others with those that top-k filters. The filters are
+    "all"; "min_p", so that nothing is searched; "top_k" and min_p, so that no pass comes before; "and masks" with each.
+    ``shifted`` is added to the keys of Triton's noise, by way of a control.
     """
     logits, known, rows, row_max = race
     words, masked = None, logits

@@ -276,7 +276,7 @@ def of_masks(is_full: bool) -> dict[str, dict[str, list[int]]]:
     sizes = MASK_SIZES[1:] if is_full else (129,)
     found |= {f"{size} under top-p": differing_under_top_p(size, "cpu") for size in sizes}
     found["control"] = differing_under_masks(1025, "float32", "small samples", "cpu", is_control=True)
-    found["control under top-p"] = differing_under_top_p(1025, "cpu", is_control=True)
+    found["control under top-p"] = differing_under_top_p(129, "cpu", is_control=True)
     return found
 
 

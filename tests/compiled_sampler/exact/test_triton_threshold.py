@@ -79,14 +79,7 @@ def differing_rows(
     """Rows where the search and the sort disagree, or that were touched without need.
 
     Any threshold serves a row without a token that can be drawn; it counts only where the row is not open.
-
-    Args:
-        vocab_size: V.
-        dtype: of the logits, by name.
-        base_is_row: what top-p is measured on.
-        device: where the search runs.
-        launch: of ``LAUNCHES``.
-        wrong: added to every top_p's exponent for the search alone, by way of a control.
+    ``wrong`` is added to every top_p's exponent for the search alone, by way of a control.
     """
     logits, (scale, top_k, top_p) = rows_of_every_kind(vocab_size, dtype, list(LAUNCHES).index(launch))
     if device == "cpu" and dtype == "bfloat16":

@@ -41,11 +41,7 @@ def new_sampler(cached: bool) -> Sampler:
 
 
 class Twins:
-    """Two samplers that get the same calls; the first one replays recordings, and the other one forgets each call.
-
-    Args:
-        seed: of the sequence.
-    """
+    """Two samplers that get the same calls; the first one replays recordings, and the other one forgets each call."""
 
     def __init__(self, seed: int) -> None:
         self.chance, self.held, self.pair = random.Random(seed), list[int](), (new_sampler(True), new_sampler(False))
