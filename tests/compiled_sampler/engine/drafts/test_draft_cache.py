@@ -92,16 +92,17 @@ def test_a_cached_handle_holds_no_logits():
 
 
 def test_no_logits_are_cloned_stacked_or_brought_into_order():
-    drafts, target = rows_of([3, 2, 0, 1, 3], 0)
+    counts, names = [3, 2, 0, 1, 3], list[str]()
+    drafts, target = rows_of(counts, 0)
+
+    def see(function: Any, given: Any, made: Any) -> None:
+        if function._schema.name in ("aten::clone", "aten::stack", "aten::cat") and made.numel() >= V:
+            names.append(function._schema.name)
+
     for cached, wanted in ((True, []), (False, [*["aten::clone"] * K, "aten::stack"])):
         sampler = sampler_of("no_filter", cached)
-        plan = sampler.plan(SLOTS, num_drafts=[3, 2, 0, 1, 3])
-        names = list[str]()
-
-        def see(function: Any, given: Any, made: Any, names: list[str] = names) -> None:
-            if function._schema.name in ("aten::clone", "aten::stack", "aten::cat") and made.numel() >= V:
-                names.append(function._schema.name)
-
+        plan = sampler.plan(SLOTS, num_drafts=counts)
+        names.clear()
         with Operations(see):
             handles = drafted(sampler, plan, drafts)
             sampler.verify(plan, target, handles, torch.arange(5), "rejection")
