@@ -188,14 +188,19 @@ def test_a_wrong_buffer_is_not_bound(engine, buffer, error, words):
     engine.sampler.bind_logits(None)
 
 
-def test_a_sampler_is_made_and_draws_under_any_default_device_and_dtype(engine):
+def test_a_sampler_is_made_plans_and_draws_under_any_default_device_and_dtype(engine):
+    ragged, inputs = engine.sampler.plan([0, 0], num_drafts=[0, 1]), (normal_rows(3, V), torch.tensor([[-1], [4]]))
     with torch.device("meta"), default_dtype(torch.float64):
         sampler = sampler_with([REQUESTS["full"]], V, 4)
         plan = sampler.plan([0] * R)
         drawn = sampler.sample(plan, engine.logits, engine.positions)
         empty = sampler.probs(sampler.plan([]), engine.logits[:0])
+        drafted = sampler.plan([0, 0], num_drafts=[0, 1])
     assert same(drawn, engine.wanted)
     assert (empty.dtype, empty.device.type, empty.shape) == (torch.float32, "cpu", (0, V))
+    assert {each.device.type for each in (drafted.slot_ids, drafted.draft_counts, drafted.drafted)} == {"cpu"}
+    wanted = engine.sampler.verify(ragged, *inputs, torch.arange(2))
+    assert same(sampler.verify(drafted, *inputs, torch.arange(2)), wanted)
 
 
 # Results of the caller.
