@@ -77,7 +77,7 @@ def law_of_a_token(name: str, size: int, width: int, claimed: float = 1.0) -> tu
             return verified(inputs, drafts, numbers)[0][:, place]
 
         words = accepted_words(accepts, count)
-        numbers[:, place] = torch.where(words == WORDS, SMALLEST, LARGEST)
+        numbers[:, place] = torch.where(words == WORDS, numbers.new_tensor(SMALLEST), LARGEST)
         share = words.double() / WORDS
         emitted.index_add_(0, inputs.draft_token_ids[:, place], weight * share)
         weight = weight * (1 - share)
