@@ -56,7 +56,6 @@ def generator() -> torch.Generator:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The CPU, and the CUDA device where there is one."""
     return torch.device(request.param)
 
 

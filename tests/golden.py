@@ -179,7 +179,6 @@ def sampler_of(backend: str, vocab_size: int, dtype: torch.dtype, base: str = "t
 
 
 def params_of(law: str, edit: str, count: int) -> list[SamplingParams]:
-    """Of N requests."""
     laws, edits = LAWS[law], EDITS[edit]
     return [
         SamplingParams(**laws[n % len(laws)], **(edits[n % len(edits)] if edits and n % 3 else {}), seed=2**56 * n - n)
@@ -209,7 +208,6 @@ class Call(NamedTuple):
         return " ".join([self.kind, f"V={self.vocab_size}", self.dtype, *more])
 
     def results(self, backend: str) -> Any:
-        """What the call returns, tensors in tuples and lists."""
         given = batch(self.vocab_size, DTYPES[self.dtype])
         if self.kind.startswith("functional"):
             return self._of_functions(given, backend)
@@ -370,7 +368,6 @@ def hash_of(results: Any) -> str:
 
 
 def sizes() -> list[tuple[int, str]]:
-    """Each V and dtype that has cases."""
     return [*product(NUM_REQUESTS, DTYPES)]
 
 

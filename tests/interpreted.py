@@ -27,6 +27,11 @@ def run_interpreted(file: str, *arguments: str) -> Any:
     return json.loads(result.stdout)
 
 
+def cases_that_differ(printed: dict[str, Any], *others: str) -> dict[str, Any]:
+    """The rows that differ, by case, where there are any; ``others`` are no such cases."""
+    return {case: rows for case, rows in printed.items() if rows and case not in others}
+
+
 @contextmanager
 def with_less_overhead() -> Iterator[None]:
     """Within, interpreted kernels compute the same in a third of the time.

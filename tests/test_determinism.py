@@ -16,6 +16,7 @@ from tests.builders.sampler import REQUESTS, V, drawn, held, same, shared_sample
 from tests.cases.compared_batches import arranged, direct, num_mismatches
 from tests.cases.hard_rows import KINDS, Batch, mixed_batch, mixed_requests, near_ties
 from tests.tiers import tiers
+from tests.torch_states import default_dtype
 
 MODES = [mode.name for mode in mode_table(V, "top_k")]
 ROWS = 4000
@@ -94,16 +95,6 @@ def test_columns_beyond_the_vocabulary_and_row_strides_change_nothing_compiled(s
     assert same(run(batch._replace(logits=between[:, 1]), mode), wanted)
 
 
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 STATES_OF_TORCH = {
     "as usual": contextlib.nullcontext,
     "inference": torch.inference_mode,
@@ -123,10 +114,10 @@ def test_neither_the_state_of_torch_nor_a_gradient_of_logits_changes_anything(sa
         assert same(direct(samplers["eager"])(with_grad, "full"), wanted)
 
 
+@pytest.mark.usefixtures("kept_threads")
 @pytest.mark.parametrize("mode", tiers(["min_p"], ["min_p", "top_k_top_p[64]", "full"]))
 def test_kernels_of_several_threads_draw_the_same(samplers, mode):
-    batch, threads = mixed(mode), torch.get_num_threads()
-    sampler = Sampler(V, NUM_REQUESTS, backend="compiled")
+    batch, sampler = mixed(mode), Sampler(V, NUM_REQUESTS, backend="compiled")
 
     def drawn() -> Any:
         torch.set_num_threads(3)  # Inductor writes loops for so many
@@ -134,10 +125,7 @@ def test_kernels_of_several_threads_draw_the_same(samplers, mode):
 
     # In a thread of its own: those that a test of denormals left behind flush them, which min_p=1 sees.
     with held(sampler, requests()), ThreadPoolExecutor(1) as pool:
-        try:
-            assert same(pool.submit(drawn).result(), direct(samplers["eager"])(batch, mode))
-        finally:
-            torch.set_num_threads(threads)
+        assert same(pool.submit(drawn).result(), direct(samplers["eager"])(batch, mode))
 
 
 @pytest.mark.full

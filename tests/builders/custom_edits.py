@@ -106,12 +106,10 @@ def random_inputs(rows: int, seed: int) -> dict[str, Tensor]:
 
 
 def row_of(inputs: Mapping[str, Tensor], row: int) -> dict[str, Tensor]:
-    """The tensors of one row."""
     return {name: each[row : row + 1] for name, each in inputs.items()}
 
 
 def params_with(edits: Sequence[str], **options: Any) -> SamplingParams:
-    """Parameters of a request with some of ``EDITS``."""
     return SamplingParams(**options, extra_args={name: OF_EDIT[name] for name in edits})
 
 
@@ -128,7 +126,6 @@ def added_in_turn(
 
 
 def custom_sampler(backend: str, rows: int, **options: Any) -> Sampler:
-    """A sampler that has all of ``EDITS``."""
     return Sampler(V, rows, backend=backend, history_len=HISTORY, edits=[*EDITS.values()], **options)
 
 

@@ -37,12 +37,10 @@ EDITS: dict[str, LogitEdit] = {"RequestMask": RequestMask(), "RunningBias": Runn
 
 
 def stateful_sampler(backend: str, slots: int, **options: object) -> Sampler:
-    """A sampler that has both edits."""
     return Sampler(V, slots, backend=backend, edits=[*EDITS.values()], **options)  # type: ignore[arg-type]
 
 
 def params_with(edits: Sequence[str], **options: object) -> SamplingParams:
-    """Parameters of a request with some of the edits."""
     return SamplingParams(**options, extra_args={name: {} for name in edits})  # type: ignore[arg-type]
 
 
@@ -77,13 +75,7 @@ def write_states(sampler: Sampler, states: Mapping[str, Tensor]) -> None:
 
 
 def edited_before(logits: Tensor, rows: Sequence[tuple[Sequence[str], int]], states: Mapping[str, Tensor]) -> Tensor:
-    """The logits ``[R, V]`` after the edits of each row and the state of its slot, token by token.
-
-    Args:
-        logits: float32 ``[R, V]``.
-        rows: the edits and the slot of each row.
-        states: of all slots, by name.
-    """
+    """The logits ``[R, V]``, token by token, after the edits of each row with the state of its slot."""
     made = logits.clone()
     for row, (edits, slot) in enumerate(rows):
         words, groups = states["words"][slot].tolist(), states["groups"][slot].flatten().tolist()

@@ -35,7 +35,6 @@ class DraftBatch(NamedTuple):
         return sampler.verify(self.plan, logits, self.drafts, self.positions, rule, **self.given, **options)
 
     def leave(self, sampler: Sampler) -> None:
-        """Give the slots back."""
         for slot in self.plan.slots:
             sampler.remove_request(slot)
 
@@ -64,16 +63,7 @@ def added(sampler: Sampler, mode: str, source: random.Random, count: int) -> tup
 def draft_batch(
     sampler: Sampler, mode: str, form: str, *, counts: Sequence[int] = COUNTS, masked: bool = True, seed: int = 0
 ) -> DraftBatch:
-    """A batch of requests with ``counts`` drafts each, drawn from rows near the target's under the same edits.
-
-    Args:
-        sampler: from ``drafting_sampler``.
-        mode: that the requests are of.
-        form: of the proposals, one of ``FORMS``.
-        counts: drafts of each request.
-        masked: whether the call has a mask.
-        seed: of everything.
-    """
+    """Requests of a mode with ``counts`` drafts each, which rows near the target's give under the same edits."""
     source, generator = random.Random(f"{mode} {form} {seed}"), torch.Generator().manual_seed(seed)
     slots, positions = added(sampler, mode, source, len(counts))
     rows, plan = sum(counts) + len(counts), sampler.plan(slots, num_drafts=list(counts))

@@ -47,7 +47,6 @@ class Request(NamedTuple):
 
     @property
     def params(self) -> SamplingParams:
-        """The parameters."""
         return SamplingParams(**self.given)
 
     @property
@@ -56,7 +55,6 @@ class Request(NamedTuple):
         return len(self.prompt) + len(self.output)
 
     def added(self, sampler: Sampler) -> int:
-        """The slot that it gets."""
         return sampler.add_request(self.params, self.prompt, self.output)
 
 

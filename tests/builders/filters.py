@@ -62,7 +62,6 @@ def filtered_by_stages(logits: Tensor, given: Sequence[dict[str, Any]], run: Run
 
 
 def filtered_by_hand(logits: Tensor, given: Sequence[dict[str, Any]]) -> Tensor:
-    """The same by the slow truth."""
     rows = logits.float().tolist()
     pairs = enumerate(zip(rows, given, strict=True))
     return torch.tensor([oracle_filters.filtered(x, {"seed": row, **each}, 7) for row, (x, each) in pairs])

@@ -12,7 +12,7 @@ from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import MASKED_KEY, last_of, magnitude_bits, pack, packed_id, row_logits
 from compiled_sampler.core.rows import RowParams, gather_rows, row_slots_of
 from compiled_sampler.core.score import admitted_key, score_key
-from compiled_sampler.core.stage import call
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.modes import Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
@@ -28,7 +28,6 @@ Numbers = Sequence[int] | Tensor
 
 
 def slot_table(params: Sequence[SamplingParams], vocab_size: int) -> SlotTable:
-    """One slot for each request."""
     state = SlotState(len(params), mode_table(vocab_size, "top_k"), torch.device("cpu"))
     assert [state.add(p) for p in params] == list(range(len(params)))
     state.upload()
@@ -50,17 +49,14 @@ def repeated(logits: Tensor, params: SamplingParams, count: int) -> SampleInputs
 
 
 def modes_by_name(vocab_size: int, top_p_base: str = "top_k") -> dict[str, Mode]:
-    """The mode table as a mapping."""
     return {mode.name: mode for mode in mode_table(vocab_size, top_p_base)}
 
 
 def full_mode(vocab_size: int, top_p_base: str = "top_k") -> Mode:
-    """The mode that covers every request."""
     return modes_by_name(vocab_size, top_p_base)["full"]
 
 
 def covering_modes(params: Sequence[SamplingParams], vocab_size: int, top_p_base: str = "top_k") -> list[Mode]:
-    """All modes that cover every request."""
     return [m for m in mode_table(vocab_size, top_p_base) if all(uncovered(m, p) is None for p in params)]
 
 
@@ -71,21 +67,31 @@ def race(logits: Tensor, rows: RowParams) -> SampleOutputs:
     return tokens_from_packed(best, magnitude_bits(logits).amax(-1), rows.idle)
 
 
-def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
-    """The tokens of each row that a step lets win, read from what the step passes to its last stages."""
-    seen: dict[Callable[..., Any], tuple[Any, ...]] = {}
+Calls = dict[Callable[..., Any], tuple[tuple[Any, ...], Any]]
+"""The tensors and the results of the last call of each stage."""
+
+
+def keeping(calls: Calls, run: Run = call) -> Run:
+    """A ``run`` that keeps the calls of the stages."""
 
     def watch(stage: Any, /, *tensors: Any, **static: Any) -> Any:
-        seen[stage] = tensors
-        return call(stage, *tensors, **static)
+        made = run(stage, *tensors, **static)
+        calls[stage] = tensors, made
+        return made
 
-    sample_step(mode, inputs, watch)
-    if draw_from_candidates in seen:
-        ordered, _, row_slots, row_mass = seen[draw_from_candidates]
+    return watch
+
+
+def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
+    """The tokens of each row that a step lets win, read from what the step passes to its last stages."""
+    calls: Calls = {}
+    sample_step(mode, inputs, keeping(calls))
+    if draw_from_candidates in calls:
+        (ordered, _, row_slots, row_mass), _ = calls[draw_from_candidates]
         rows = gather_rows(row_slots, stream=TARGET)
         keep = keep_candidates(ordered, rows, row_mass) & (ordered >> 32 > MASKED_KEY)
         return [sorted(packed_id(o[k]).tolist()) for o, k in zip(ordered, keep, strict=True)]
-    logits, rows, row_max, last = seen[race_maxima]
+    (logits, rows, row_max, last), _ = calls[race_maxima]
     if mode.searches:  # rows race before they are searched, if they are
         schedule = schedule_for(mode, logits.shape[0], logits.device)
         search_inputs = candidates_and_thresholds(schedule, logits, row_slots_of(inputs), call)

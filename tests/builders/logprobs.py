@@ -26,7 +26,6 @@ EVERYTHING = [
 
 
 def filters_of(params: SamplingParams) -> dict[str, Any]:
-    """The parameters of a request that the oracle takes."""
     return {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
 
 
@@ -75,7 +74,6 @@ def _same(left: Tensor | None, right: Tensor | None) -> bool:
 
 
 def rows_of(found: LogprobOutputs, index: Any) -> LogprobOutputs:
-    """Rows of results."""
     return LogprobOutputs(*(None if each is None else each[index] for each in found))
 
 
@@ -94,16 +92,7 @@ def wrong_fields(
     token: int,
     base: str = "top_k",
 ) -> list[str]:
-    """Names of the results of a row that are not the oracle's, for everything that can be asked for.
-
-    Args:
-        found: of one row.
-        logits: before and after edits.
-        params: of its request.
-        wanted: what was asked for.
-        token: of the row, -1 for none.
-        base: of top-p.
-    """
+    """Names of the results of a row that are not the oracle's; logits before and after edits; -1 is no token."""
     raw, edited = logits
     filters, x = filters_of(params), raw if wanted.of == "raw" else edited
     law, keep = oracle.law(wanted.of, raw, edited, filters, base), oracle.kept(edited, filters, base)
@@ -125,7 +114,6 @@ def wrong_fields(
 
 
 def bare(out: Any) -> Any:
-    """Results without logprobs."""
     return out._replace(logprobs=None)
 
 
@@ -134,12 +122,7 @@ def taken(
 ) -> list[Any]:
     """Results of a step of each kind of three requests, with drafts of width 2 and 1.
 
-    Args:
-        sampler: which holds the requests.
-        slots: of three requests.
-        logits: ``[9, >=V]``.
-        positions: int64 ``[3]``.
-        given: a mask ``[9, ...]`` or None, drafts ``[3, 2]``, and what is asked for or None.
+    ``given`` is a mask ``[9, ...]`` like the logits or None, drafts ``[3, 2]``, and what is asked for or None.
     """
     mask, drafts, asked = given
     few, plan = None if mask is None else mask[:3], sampler.plan(slots)

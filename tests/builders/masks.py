@@ -8,13 +8,13 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
+from compiled_sampler.edits.bias import BiasLists
 from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.eager import without_kernels
 from tests.builders.edits import random_mask
 from tests.builders.filters import hard_rows
 from tests.builders.inputs import slot_table
-from tests.builders.logprobs import processed_scale
 
 MASKS = ("token_bitmask", "allowed_token_ids", "both")
 MASKED_MODES = ("greedy", "no_filter", "min_p", "top_k_top_p[64]", "top_k", "full")
@@ -74,9 +74,13 @@ def masked_inputs(
     return inputs._replace(edits=edits), inputs._replace(logits=left)
 
 
-def scale_of(mode: str) -> Tensor:
-    """What logprobs of these requests read besides."""
-    return processed_scale(params_of(mode))
+def with_bias(inputs: SampleInputs, leave: bool | str = False) -> SampleInputs:
+    """The step with biases of two tokens, in logits of its own."""
+    ids, biases = torch.tensor([[3, 40]] * _SLOTS, dtype=torch.int32), torch.tensor([[-2.0, 50.0]] * _SLOTS)
+    bias = BiasLists(torch.full((_SLOTS,), 2, dtype=torch.int32), ids, biases)
+    tables = inputs.edits.tables._replace(lists=(bias,))
+    edits = inputs.edits._replace(tables=tables, leave=leave)
+    return inputs._replace(logits=inputs.logits.clone(), edits=edits)
 
 
 def stages_watched(seen: list[str]):

@@ -54,16 +54,21 @@ class Race(NamedTuple):
     row_max: Tensor
 
 
+def poisoned_rows(vocab_size: int, dtype: str) -> Tensor:
+    """A row of each of ``KINDS``, with columns of +inf beyond V."""
+    noise = torch.randn(len(KINDS), vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+    logits = torch.full((len(KINDS), vocab_size + 3), torch.inf).to(getattr(torch, dtype))
+    for row, kind in enumerate(KINDS):
+        logits[row, :vocab_size] = kind(noise[row : row + 1])[0]
+    return logits
+
+
 def race_of_every_kind(vocab_size: int, dtype: str) -> Race:
     """Rows of every kind under filters of many kinds, with poisoned columns beyond V.
 
     Rows race that have to be searched, and some that keep all tokens; of both some do not.
     """
-    count = len(KINDS)
-    noise = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
-    logits = torch.full((count, vocab_size + 3), torch.inf).to(getattr(torch, dtype))
-    for row, kind in enumerate(KINDS):
-        logits[row, :vocab_size] = kind(noise[row : row + 1])[0]
+    count, logits = len(KINDS), poisoned_rows(vocab_size, dtype)
     if dtype == "bfloat16":
         logits[logits.abs() < 2.0**-126] = 0.0  # the interpreter misreads bfloat16 denormals
     row = torch.arange(count)
@@ -154,16 +159,9 @@ def won_by_others(
 ) -> list[int]:
     """Rows where Triton's winner is not torch's, or that raced without need; masked winners have no token.
 
-    Of rows that only top-p filters two thirds race first, the others with those that top-k filters.
-
-    Args:
-        race: on the CPU.
-        vocab_size: V.
-        device: where Triton's race runs.
-        launch: of ``LAUNCHES``.
-        shifted: added to the keys of Triton's noise, by way of a control.
-        filters: "all"; "min_p", so that nothing is searched; "top_k" and min_p, so that no pass comes before; "and
-            masks" with each.
+    Of rows that only top-p filters two thirds race first, the others with those that top-k filters. The filters are
+    "all"; "min_p", so that nothing is searched; "top_k" and min_p, so that no pass comes before; "and masks" with each.
+    ``shifted`` is added to the keys of Triton's noise, by way of a control.
     """
     logits, known, rows, row_max = race
     words, masked = None, logits

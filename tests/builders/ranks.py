@@ -22,16 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from compiled_sampler import (
-    Draft,
-    Logprobs,
-    Plan,
-    Sampler,
-    SamplingParams,
-    Verification,
-    VocabularyShard,
-    functional,
-)
+from compiled_sampler import Draft, Logprobs, Plan, Sampler, SamplingParams, Verification, VocabularyShard, functional
 from compiled_sampler import shard as shard_module
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.modes import RULES
@@ -149,13 +140,11 @@ class Pair:
         return [self.added(SamplingParams(seed=row, **laws[row % len(laws)])) for row in range(count)]
 
     def remove(self, slots: Sequence[int]) -> None:
-        """Their requests leave both."""
         for slot in slots:
             self.whole.remove_request(slot)
             self.split.remove_request(slot)
 
     def plans(self, *args: Any, **options: Any) -> tuple[Plan, Plan]:
-        """The plan of both."""
         return self.whole.plan(*args, **options), self.split.plan(*args, **options)
 
     def call(self, method: str, plans: tuple[Plan, Plan], logits: Tensor, *args: Any, **options: Any) -> Any:
@@ -188,7 +177,6 @@ def _of(place: int, values: Any) -> Any:
 
 
 def same(whole: Any, split: Any) -> None:
-    """Assert that results have the same bits."""
     whole_leaves, split_leaves = (
         [each for each in tree_leaves(results) if each is not None] for results in (whole, split)
     )

@@ -55,7 +55,6 @@ def sampler_with(params: Iterable[SamplingParams], vocab_size: int = V, slots: i
 def planned(
     *params: SamplingParams, num_drafts: Sequence[int] | None = None, vocab_size: int = V, **options: Any
 ) -> tuple[Sampler, Plan]:
-    """``sampler_with`` the requests, and a plan of theirs."""
     made = sampler_with(params, vocab_size, **options)
     return made, made.plan(range(len(params)), num_drafts=num_drafts)
 
@@ -157,7 +156,6 @@ def drawn(
 
 
 def on_cpu(out: SampleOutputs) -> SampleOutputs:
-    """The same results on the CPU."""
     return SampleOutputs(*(each.cpu() for each in tensors_of(out)))
 
 
@@ -187,7 +185,6 @@ class EngineGraph:
         self.graph, self.out = captured(lambda: sampler.sample(plan, self.logits, self.positions))
 
     def __call__(self, batch: Batch) -> SampleOutputs:
-        """The results of one replay, on the CPU."""
         for target, source in zip((self.logits, self.slots, self.positions), batch, strict=True):
             target.copy_(source)
         self.graph.replay()

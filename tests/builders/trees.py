@@ -17,7 +17,6 @@ KINDS = "random", "full", "chain", "star", "garbage"
 
 
 def random_parents(source: random.Random, count: int, kind: str = "random") -> list[int]:
-    """The parents of ``count`` nodes."""
     if kind == "garbage":
         return [
             source.choice([node, node + 1, -2, 2**62, -(2**63), source.randrange(-1, count)]) for node in range(count)
@@ -52,7 +51,6 @@ class TreeBatch:
 
     @property
     def counts(self) -> list[int]:
-        """Nodes of each request."""
         return [len(tree) for tree in self.parents]
 
     @property
@@ -68,7 +66,6 @@ class TreeBatch:
         return made[0], made[1]
 
     def plan(self, sampler: Sampler) -> Plan:
-        """The plan of the requests, which are added now."""
         return sampler.plan([each.added(sampler) for each in self.requests], num_drafts=self.counts)
 
     def verified(self, sampler: Sampler, **options: Any) -> VerifyOutputs:
@@ -134,7 +131,6 @@ class Walk:
 
 
 def walks(batch: TreeBatch) -> list[Walk]:
-    """The walk of each request."""
     made, row = [], 0
     own, status = batch.own.token_ids.tolist(), batch.own.status.tolist()
     for parents, drafts in zip(batch.parents, batch.drafts, strict=True):
@@ -177,6 +173,5 @@ def cut(walk: Walk, batch: TreeBatch) -> tuple[Walk, bool]:
 
 
 def logprobs_at(own: LogprobOutputs, rows: Sequence[int], name: str) -> Tensor:
-    """A field of the logprobs of some rows."""
     values: Tensor = getattr(own, name)
     return values[torch.tensor(rows, dtype=torch.int64)]

@@ -24,13 +24,7 @@ def direct(sampler: Sampler, forced: str | None = None) -> Path:
 
 
 def arranged(batch: Batch, padding: int, seed: int) -> tuple[Batch, Tensor]:
-    """The rows in another order with padding rows between them, and where each went.
-
-    Args:
-        batch: ``[R, V]``.
-        padding: rows to add; their slots are -1, and their logits and positions belong to other rows.
-        seed: of the order.
-    """
+    """The rows in another order, and where each went; padding between them has logits and positions of other rows."""
     rows = len(batch.slots)
     order = torch.randperm(rows + padding, generator=torch.Generator().manual_seed(seed))
     slots = torch.cat([batch.slots, torch.full((padding,), -1)])
@@ -39,13 +33,7 @@ def arranged(batch: Batch, padding: int, seed: int) -> tuple[Batch, Tensor]:
 
 
 def num_mismatches(wanted: SampleOutputs, found: SampleOutputs, places: Tensor) -> int:
-    """Rows whose token or status differs, and padding rows that are not -1.
-
-    Args:
-        wanted: ``[R]``, in the first order.
-        found: ``[R + padding]``, arranged.
-        places: int64 ``[R + padding]``, where each row went.
-    """
+    """Rows of ``found``, which is arranged, whose token or status differs, and padding rows that are not -1."""
     wrong = torch.zeros(len(places), dtype=torch.bool)
     for want, have in zip(tensors_of(wanted), tensors_of(found), strict=True):
         padding = torch.full((len(places) - len(want),), -1, dtype=want.dtype)

@@ -39,15 +39,7 @@ def mixed_requests(vocab_size: int, count: int, seed: int) -> list[SamplingParam
 
 
 def mixed_batch(requests: list[SamplingParams], mode: Mode, rows: int, dtype: torch.dtype, seed: int) -> Batch:
-    """Rows of every kind for requests that the mode covers.
-
-    Args:
-        requests: by slot.
-        mode: gives V, and covers at least one of them.
-        rows: R.
-        dtype: of the logits.
-        seed: equal arguments give equal rows.
-    """
+    """Rows of every kind for requests that the mode covers, by slot; equal arguments give equal rows."""
     generator = torch.Generator().manual_seed(seed)
     covered = torch.tensor([slot for slot, each in enumerate(requests) if uncovered(mode, each) is None])
     slots = covered[torch.randint(len(covered), (rows,), generator=generator)]
@@ -59,14 +51,7 @@ def mixed_batch(requests: list[SamplingParams], mode: Mode, rows: int, dtype: to
 
 
 def hard_rows(requests: list[SamplingParams], positions: Tensor, vocab_size: int, generator: torch.Generator) -> Tensor:
-    """Rows of every kind in a random order: float32 ``[R, V]``.
-
-    Args:
-        requests: of each row.
-        positions: int64 ``[R]``.
-        vocab_size: V.
-        generator: of the rows.
-    """
+    """Rows of every kind in a random order, each for its request and position: float32 ``[R, V]``."""
     rows = len(requests)
     noise = torch.randn(rows, vocab_size, generator=generator)
     logits = torch.cat([kind(part) for kind, part in zip(KINDS, noise.tensor_split(len(KINDS)), strict=True)])

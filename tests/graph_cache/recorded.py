@@ -32,7 +32,6 @@ class Spied:
         self.values: list[dict[str, Tensor]] = []
 
     def __call__(self, logits: Tensor, scale: Tensor, shift: Tensor) -> Scores:
-        """Row i depends on row i alone."""
         given = {"logits": logits, "scale": scale, "shift": shift}
         self.tensors.append(given)
         self.values.append({name: tensor.clone() for name, tensor in given.items()})
@@ -50,7 +49,6 @@ class RecordingBackend:
         self.num_resets = 0
 
     def capturing(self) -> bool:
-        """What the test says."""
         return self.outer
 
     def warm_up(self, work: Callable[[], T]) -> T:
@@ -72,16 +70,13 @@ class RecordingBackend:
         return replay
 
     def pool_bytes(self) -> int:
-        """A number that tests recognise."""
         return 1000 * self.num_captures
 
     def reset(self) -> None:
-        """Counted."""
         self.num_resets += 1
 
 
 def batch(rows: int, width: int = WIDTH) -> dict[str, Tensor]:
-    """Random inputs of ``rows`` rows."""
     return {
         "logits": torch.randn(rows, width),
         "scale": torch.rand(rows) + 0.5,
@@ -90,7 +85,6 @@ def batch(rows: int, width: int = WIDTH) -> dict[str, Tensor]:
 
 
 def expected(tensors: dict[str, Tensor], rows: int | None = None) -> Scores:
-    """What the callable returns when called directly."""
     return Spied()(**{name: (each[:rows, :WIDTH] if each.dim() > 1 else each[:rows]) for name, each in tensors.items()})
 
 
@@ -104,7 +98,6 @@ def cache_of(
 
 
 def same_bits(left: Scores, right: Scores) -> bool:
-    """True when both are ``Scores`` of equal dtypes, shapes and values."""
     return type(left) is type(right) is Scores and all(
         a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(left, right, strict=True)
     )

@@ -47,13 +47,6 @@ def test_padding_that_holds_the_fill_already_is_not_filled_again():
     assert buffer.tensor.tolist() == list(range(8))
 
 
-def test_a_missing_source_leaves_the_fill_in_every_row():
-    buffer = InputBuffer(BufferSpec((), torch.int64, 5), 4, CPU)
-    staged(buffer, torch.arange(4), 4, 4)
-    assert staged(buffer, None, 2, 4) == 0
-    assert buffer.tensor.tolist() == [5, 5, 5, 5]
-
-
 def test_the_buffer_itself_is_not_copied_and_its_padding_is_filled_every_time():
     buffer = InputBuffer(BufferSpec((), torch.int64, 5), 4, CPU)
     own = buffer.lend()

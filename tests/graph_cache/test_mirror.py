@@ -36,12 +36,10 @@ class Served:
         self.cache.warmup()
 
     def change(self, place: int, number: int) -> None:
-        """Write a word on the host and note it."""
         self.words[place] = number
         self.mirror.note(self.start + place, self.start + place + 1)
 
     def run(self, tensors: dict[str, Tensor], on_host: bool = True, rows: int | None = None) -> bool:
-        """Whether a run gives what a direct call gives that reads the host's words."""
         given = of_host(tensors) if on_host else tensors
         total = (torch.from_numpy(self.words) * self.weights).sum()
         wanted = expected({**tensors, "shift": tensors["shift"] + total}, rows)
@@ -49,7 +47,6 @@ class Served:
 
 
 def of_host(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The batch with bytes for its shifts."""
     return {**tensors, "shift": tensors["shift"].numpy().tobytes()}
 
 
@@ -203,7 +200,6 @@ class Pretended:
         """Nothing to record."""
 
     def query(self) -> bool:
-        """What the test says."""
         return Pretended.done
 
 

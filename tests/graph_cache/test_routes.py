@@ -45,13 +45,6 @@ def test_strided_and_wider_inputs_and_the_first_rows_of_longer_ones_equal_the_di
     assert same_bits(cache.run("score", longer, rows=3), expected(longer, 3))
 
 
-def test_results_outlive_the_next_run(cache):
-    first = batch(4)
-    results = cache.run("score", first)
-    cache.run("score", batch(4))
-    assert same_bits(results, expected(first))
-
-
 @pytest.mark.parametrize("outer", [False, True])
 @pytest.mark.parametrize("rows", [0, 3, 8, 12])
 def test_out_takes_the_results_and_is_returned(cache, backend, rows, outer):

@@ -59,10 +59,7 @@ def chi_square(counts: ArrayLike, probabilities: ArrayLike) -> Fit:
 def independence(first: ArrayLike, second: ArrayLike, shape: tuple[int, int] | None = None) -> Fit:
     """Chi-square of the contingency table of two sequences of small non-negative integers.
 
-    Args:
-        first: integers in ``[0, a)``.
-        second: integers in ``[0, b)``, as many.
-        shape: ``(a, b)`` where both are uniform by construction; else the margins are estimated from the counts.
+    With a shape ``(a, b)`` both are uniform below a and b by construction; else the counts give the margins.
     """
     x, y = (np.asarray(values, dtype=np.int64).ravel() for values in (first, second))
     a, b = shape or (int(x.max()) + 1, int(y.max()) + 1)

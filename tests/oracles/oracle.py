@@ -44,7 +44,6 @@ def mix(words: Sequence[int], token_id: int) -> int:
 
 
 def token_bits(seed: int, position: int, token_id: int, stream: int = TARGET) -> int:
-    """The 32 bits of a token as an unsigned number."""
     return mix(row_words(seed, position, stream), token_id)
 
 
@@ -158,7 +157,6 @@ def draw(
 
 
 def status(logits: Sequence[float]) -> int:
-    """The flags of a row."""
     return (
         NAN_SEEN * any(math.isnan(x) for x in logits)
         | ALL_MASKED * (not visible(logits))

@@ -17,14 +17,9 @@ MASKED = F(-math.inf)
 def edited(
     logits: Sequence[float], params: Mapping[str, Any], prompt: Sequence[int], output: Sequence[int], mask: Any = None
 ) -> np.ndarray:
-    """The logits of one row after all edits of its request, float32 ``[V]``.
+    """The logits of one row after all edits of its request, float32 ``[V]``; parameters that are missing are off.
 
-    Args:
-        logits: of the row.
-        params: parameters by the names of ``SamplingParams``; what is missing is off.
-        prompt: token ids of the prompt.
-        output: token ids that were drawn before, drafts before the row among them; -1 where a row had no token.
-        mask: words of a bitmask, or None.
+    The output has the drafts before the row, and -1 where a row had no token. The mask is words of a bitmask.
     """
     x = np.array(logits, F)
     for token in range(len(x)):

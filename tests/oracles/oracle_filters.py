@@ -18,12 +18,9 @@ XTC = 4
 
 
 def filtered(logits: Sequence[float], params: Mapping[str, Any], position: int) -> list[float]:
-    """The logits of one row after the filters of its request, each of which sees what the one before left.
+    """The edited logits of one row after the filters of its request, each of which sees what the one before left.
 
-    Args:
-        logits: of the row, after edits.
-        params: parameters by the names of ``SamplingParams``; what is missing is off.
-        position: of the token to draw, which the coin of XTC depends on.
+    Parameters that are missing are off; the coin of XTC depends on the position.
     """
     row, temperature = list(logits), params.get("temperature", 1.0)
     ids = oracle.visible(row)
@@ -91,7 +88,6 @@ def normal(x: Fraction) -> Fraction:
 
 
 def probabilities(logits: Sequence[float], temperature: float) -> list[Fraction]:
-    """The law of the row."""
     return oracle.exact_law(oracle.masses(logits, temperature), oracle.visible(logits))
 
 

@@ -16,7 +16,6 @@ NOTHING = -1
 
 
 def kept(logits: Sequence[float], filters: dict[str, Any], top_p_base: str = "top_k") -> list[int]:
-    """Ids that pass the filters of a request, in their order."""
     return oracle.reference_keep(logits, top_p_base=top_p_base, **filters)
 
 

@@ -27,7 +27,6 @@ class Outcome(NamedTuple):
 
 
 def prefixes(vocab_size: int, length: int) -> list[Tokens]:
-    """All sequences of at most ``length`` tokens."""
     return [x for n in range(length + 1) for x in itertools.product(range(vocab_size), repeat=n)]
 
 
@@ -140,7 +139,6 @@ def emitted_law(outcomes: Sequence[Sequence[Outcome]], qs: Rows, width: int) -> 
 
 
 def total_variation(first: Law, second: Law) -> Fraction:
-    """Half the sum of the absolute differences."""
     return sum((abs(first.get(x, 0) - second.get(x, 0)) for x in {*first, *second}), Fraction(0)) / 2
 
 

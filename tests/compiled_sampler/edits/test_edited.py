@@ -5,6 +5,7 @@ import random
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.bias import BiasLists, write_biases
 from compiled_sampler.edits.changes import edited_tokens, entry_ids, take_back
 from compiled_sampler.edits.custom import customized
-from compiled_sampler.edits.history import History
+from compiled_sampler.edits.history import NO_SUCCESSOR, ORDINAL, SUCCESSOR, TOKEN, UNWRITTEN, History
 from compiled_sampler.edits.masks import copied, masked
 from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.penalties import Penalties, write_penalties
@@ -209,7 +210,6 @@ class Halved(LogitEdit):
     """An edit that depends on the row."""
 
     def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
-        """Half the logits at odd positions."""
         return torch.where((rows.positions & 1) == 1, 0.5 * x, x)
 
 
@@ -276,3 +276,42 @@ def test_an_end_is_one_in_however_many_places_it_is_looked_for(width):
             assert found.tolist() == [wanted]
         seen.add(wanted)
     assert seen == {False, True}
+
+
+# The history of requests that come with tokens.
+
+
+LENGTH = 12
+
+
+def walked(text: Text) -> np.ndarray:
+    """The entries of one request, token by token."""
+    made = np.array([[UNWRITTEN], [0], [NO_SUCCESSOR]], np.int32).repeat(LENGTH, 1)
+    last: dict[int, int] = {}
+    drawn: dict[int, int] = {}
+    for place, token in enumerate(text.token_ids):
+        made[TOKEN, place] = token
+        if token == UNWRITTEN:
+            continue
+        drawn[token] = drawn.get(token, 0) + (place >= text.prompt_len)
+        made[ORDINAL, place] = drawn[token]
+        if token in last:
+            made[SUCCESSOR, last[token]] = place
+        last[token] = place
+    return made
+
+
+def test_the_histories_of_requests_that_come_together_are_those_of_each():
+    """Empty ones, equal ones, unknown tokens, and one token that ends a text and begins the next."""
+    numbers = np.random.default_rng(0)
+    texts = [
+        Text((), 0),
+        Text([4, 7, 7, 3, 3], 2),
+        Text([3, 3], 0),
+        Text([UNWRITTEN, 5, UNWRITTEN, 5], 3),
+        Text([5], 1),
+    ]
+    for _ in range(100):
+        tokens = numbers.integers(-1, 4, numbers.integers(0, LENGTH + 1))
+        texts.append(Text(np.where(tokens < 0, UNWRITTEN, tokens).tolist(), int(numbers.integers(0, len(tokens) + 1))))
+    assert np.array_equal(entries_of(texts, LENGTH), np.stack([walked(text) for text in texts]))

@@ -3,9 +3,8 @@
 What it may still change stands in ``docs/limits.md``: ``min_p`` 1, and races of tokens without noise.
 """
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,6 +17,7 @@ from compiled_sampler.modes import RULES
 from tests.builders.sampler import V, held, same, shared_sampler
 from tests.oracles import oracle
 from tests.tiers import tiers
+from tests.torch_states import flushing
 
 N, WIDTH = 8, 2
 BACKENDS = ["eager", "compiled", "reference"]
@@ -48,18 +48,6 @@ FIRST_TIER = [
     *((backend, *pair) for backend in ("eager", "reference") for pair in zip(BATCHES, [*KINDS] * 2, strict=True)),
     ("compiled", "greedy beside others", "few denormals and both zeros"),
 ]
-
-
-@contextlib.contextmanager
-def flushing(flushes: bool) -> Iterator[None]:
-    """Within, float operations of this thread take denormals for zeros, or not; afterwards as before."""
-    before = not bool(torch.tensor(2.0**-126).mul(0.5))
-    if not torch.set_flush_denormal(flushes):
-        pytest.skip("this processor has no denormal mode")
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(before)
 
 
 def rows(count: int, kind: str, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -155,19 +143,17 @@ def test_greedy_takes_the_first_of_the_order_in_any_mode(backend, kind):
     wanted = [oracle.order(row)[0] for row in logits.tolist()]
     for batch in ("greedy", "greedy beside others"):
         greedy = slice(None, None, len(BATCHES[batch]))
-        with flushing(True):
+        with flushing():
             found, _ = drawn(shared_sampler(V, backend=backend), BATCHES[batch], logits)
         assert found.token_ids.tolist()[greedy] == wanted[greedy]
 
 
+@pytest.mark.usefixtures("kept_threads")
 @pytest.mark.parametrize("backend", tiers(["eager"], ["eager", "compiled"]))
 def test_threads_of_a_pool_need_no_mode(backend):
-    logits, threads = rows(512, "denormals"), torch.get_num_threads()
+    logits = rows(512, "denormals")
     wanted = drawn(shared_sampler(V, backend="reference"), BATCHES["greedy beside others"], logits)
-    try:
-        torch.set_num_threads(2)
-        with flushing(True):  # of the calling thread alone: half of the rows are flushed
-            sampler = shared_sampler(V, backend=backend)
-            assert equal(drawn(sampler, BATCHES["greedy beside others"], logits), wanted)
-    finally:
-        torch.set_num_threads(threads)
+    torch.set_num_threads(2)
+    with flushing():  # of the calling thread alone: half of the rows are flushed
+        sampler = shared_sampler(V, backend=backend)
+        assert equal(drawn(sampler, BATCHES["greedy beside others"], logits), wanted)

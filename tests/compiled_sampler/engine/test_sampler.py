@@ -101,16 +101,6 @@ def test_a_backend_is_chosen_for_the_device():
     assert [Sampler(V, 1, backend=backend).backend for backend in BACKENDS] == list(BACKENDS)
 
 
-def test_a_slot_may_stand_in_several_rows(sampler):
-    slots = [sampler.add_request(params) for params in PARAMS]
-    logits, positions = normal_rows(1).expand(6, V), torch.tensor([5, 5, 6, 7, 5, 6])
-    out = sampler.sample(sampler.plan([slots[1]] * 5 + [slots[-1]]), logits, positions).token_ids
-    alone = [sampler.sample(sampler.plan([slots[1]]), logits[:1], positions[i : i + 1]).token_ids for i in range(5)]
-    assert torch.equal(out[:5], torch.cat(alone))
-    assert out[0] == out[1] == out[4]
-    assert len(set(out.tolist())) > 1
-
-
 @pytest.mark.parametrize("backend", tiers(["eager"], ["compiled"]))
 def test_padding_is_minus_one_whatever_its_logits(backend):
     sampler, poisons = shared_sampler(V, backend=backend), (0.0, torch.nan, torch.inf, -torch.inf, 3e38)

@@ -16,18 +16,14 @@ from compiled_sampler.core.order import is_visible, order_key, pack
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import any_row, call
 from compiled_sampler.exact import threshold
-from compiled_sampler.exact.row_race import (
-    MassBefore,
-    mass_before_winner,
-    recheck_winners,
-)
+from compiled_sampler.exact.row_race import MassBefore, mass_before_winner, recheck_winners
 from compiled_sampler.exact.threshold import Threshold, base_is_row_mask, search_in_order
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import last_before_winner
 from compiled_sampler.pipeline.sample import sample_step
-from tests.builders.inputs import BASES, full_mode, modes_by_name, sample_inputs, slot_table
+from tests.builders.inputs import BASES, Calls, full_mode, keeping, modes_by_name, sample_inputs, slot_table
 from tests.builders.masks import stages_watched
 from tests.builders.sampler import same
 from tests.cases.hard_rows import KINDS, hard_rows
@@ -46,7 +42,6 @@ FILTERS = (
     {"temperature": 0.0},
 )
 TOP_K = tuple(each for each in FILTERS if "top_p" not in each)
-Calls = dict[Any, tuple[tuple[Any, ...], Any]]
 
 
 def hard_inputs(filters: tuple[dict[str, Any], ...], rows: int, vocab_size: int, seed: int) -> SampleInputs:
@@ -72,13 +67,7 @@ def test_a_gpus_stages_draw_what_a_cpus_do(vocab_size, base):
 def drawn(mode: Mode, inputs: SampleInputs) -> tuple[SampleOutputs, Calls]:
     """What a step draws, with the arguments and the result of the last call of each stage."""
     calls: Calls = {}
-
-    def watch(stage: Any, /, *tensors: Any, **static: Any) -> Any:
-        result = call(stage, *tensors, **static)
-        calls[stage] = tensors, result
-        return result
-
-    return sample_step(mode, inputs, watch), calls
+    return sample_step(mode, inputs, keeping(calls)), calls
 
 
 def packed_row(logits: Tensor) -> Tensor:

@@ -5,14 +5,16 @@ import math
 import pytest
 import torch
 
+from compiled_sampler.batch import SampleInputs
 from compiled_sampler.core import reference
 from compiled_sampler.core.filters import largest_of
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import order_key, pack, row_logits
-from compiled_sampler.core.rows import RowParams, RowSlots
+from compiled_sampler.core.rows import RowParams, row_slots_of
 from compiled_sampler.exact.threshold import (
     FlaggedRows,
+    Threshold,
     block_masses,
     flag_exceeding_rows,
     row_masses,
@@ -47,25 +49,22 @@ def thresholds(
     logits: torch.Tensor, params: list[SamplingParams], base: str
 ) -> tuple[torch.Tensor, torch.Tensor, RowParams]:
     """What the pipeline finds, which rows it had to search, and the rows' parameters."""
-    vocab_size = logits.shape[1]
-    inputs = sample_inputs(logits, params)
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
-    blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
-    ordered = ordered_candidates(
-        schedule_for(full_mode(vocab_size, base), logits.shape[0], logits.device), logits, blocks
-    )
-    flagged, row_mass = flagged_rows(logits, blocks, row_slots)
-    static = {"vocab_size": vocab_size, "base_is_row": base == "all"}
-    known = threshold_from_candidates(ordered, flagged.rows, row_mass, **static)
+    flagged, known = flagged_rows(sample_inputs(logits, params), base)
+    static = {"vocab_size": logits.shape[1], "base_is_row": base == "all"}
     assert not (flagged.races & ~known.beyond_candidates).any()
     found = search_threshold_in_torch(logits, known, flagged.row_max, flagged.rows, **static)
     return found, known.is_open, flagged.rows
 
 
-def flagged_rows(logits: torch.Tensor, keys: torch.Tensor, row_slots: RowSlots) -> tuple[FlaggedRows, torch.Tensor]:
-    cut = {"vocab_size": logits.shape[1]}
-    flagged = flag_exceeding_rows(keys, row_slots, **cut, capacity=CAPACITIES[-1], stream=TARGET)
-    return flagged, row_masses(block_masses(logits, flagged.row_max, flagged.rows.scale, **cut, block=64))
+def flagged_rows(inputs: SampleInputs, base: str = "top_k") -> tuple[FlaggedRows, Threshold]:
+    """The rows that may have to be searched, and what their candidates say of the threshold."""
+    logits, cut = inputs.logits, {"vocab_size": inputs.logits.shape[1]}
+    blocks = order_maxima(logits, **cut, block=STORED_BLOCK).keys
+    flagged = flag_exceeding_rows(blocks, row_slots_of(inputs), **cut, capacity=CAPACITIES[-1], stream=TARGET)
+    row_mass = row_masses(block_masses(logits, flagged.row_max, flagged.rows.scale, **cut, block=64))
+    schedule = schedule_for(full_mode(logits.shape[1], base), len(logits), logits.device)
+    ordered = ordered_candidates(schedule, logits, blocks)
+    return flagged, threshold_from_candidates(ordered, flagged.rows, row_mass, **cut, base_is_row=base == "all")
 
 
 def kept_ids(logits: torch.Tensor, threshold: torch.Tensor) -> list[list[int]]:
@@ -75,7 +74,6 @@ def kept_ids(logits: torch.Tensor, threshold: torch.Tensor) -> list[list[int]]:
 
 
 def oracle_ids(logits: torch.Tensor, params: list[SamplingParams], base: str) -> list[list[int]]:
-    """The oracle's top-k and top-p, without min_p."""
     return [
         sorted(oracle.reference_keep(row, p.temperature, p.top_k, p.top_p, 0.0, base))
         for row, p in zip(logits.tolist(), params, strict=True)
@@ -117,11 +115,7 @@ def test_a_search_among_the_first_tokens_ends_where_sorting_the_row_does(base, g
 def test_padding_rows_are_never_searched(generator):
     logits = 0.5 * torch.randn(2, 20_000, generator=generator)
     inputs = sample_inputs(logits, [SamplingParams(seed=1, top_p=0.99)] * 2)
-    row_slots = RowSlots(inputs.table, torch.tensor([-1, 0]), inputs.positions)
-    blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
-    flagged, row_mass = flagged_rows(logits, blocks, row_slots)
-    ordered = ordered_candidates(schedule_for(full_mode(20_000), 2, logits.device), logits, blocks)
-    known = threshold_from_candidates(ordered, flagged.rows, row_mass, vocab_size=20_000, base_is_row=False)
+    flagged, known = flagged_rows(inputs._replace(slots=torch.tensor([-1, 0])))
     assert known.is_open.tolist() == flagged.races.tolist() == [False, True]
 
 
@@ -131,10 +125,7 @@ def test_rows_that_are_sure_to_outgrow_their_candidates_are_flat_and_filtered_by
     filters = ({"top_p": 0.9}, {}, {"top_p": 1e-3}, {"top_p": 0.9, "top_k": 4000}, {"top_p": 0.9, "min_p": 0.5})
     params = [SamplingParams(seed=1, **each) for each in (*filters, *filters)]
     logits = torch.cat([flat.expand(5, -1), peaked.expand(5, -1)])
-    inputs = sample_inputs(logits, params)
-    row_slots = RowSlots(inputs.table, inputs.slots, inputs.positions)
-    blocks = order_maxima(logits, vocab_size=20_000, block=STORED_BLOCK).keys
-    flagged, _ = flagged_rows(logits, blocks, row_slots)
+    flagged, _ = flagged_rows(sample_inputs(logits, params))
     assert flagged.races.tolist() == [True, True, False, False, False, False, True, False, False, False]
 
 

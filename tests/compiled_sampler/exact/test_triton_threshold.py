@@ -20,9 +20,9 @@ from compiled_sampler.core import reference
 from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import noise_keys
 from compiled_sampler.core.order import MASKED_KEY, key_float, order_key, row_logits
-from tests.builders.races import kept_searches
+from tests.builders.races import kept_searches, poisoned_rows
 from tests.cases.hard_rows import KINDS
-from tests.interpreted import run_interpreted, with_less_overhead
+from tests.interpreted import cases_that_differ, run_interpreted, with_less_overhead
 from tests.tiers import full_argument
 
 INTERPRETED = [
@@ -64,11 +64,7 @@ def rows_of_every_kind(vocab_size: int, dtype: str, turn: int) -> tuple[Tensor, 
 
     Another ``turn`` gives the rows each other's parameters.
     """
-    count = len(KINDS)
-    noise = torch.randn(count, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
-    logits = torch.full((count, vocab_size + 3), torch.inf).to(getattr(torch, dtype))
-    for row, kind in enumerate(KINDS):
-        logits[row, :vocab_size] = kind(noise[row : row + 1])[0]
+    count, logits = len(KINDS), poisoned_rows(vocab_size, dtype)
     logits[::2, vocab_size:] = torch.nan
     sizes = (vocab_size, 3, vocab_size // 2 + 1, vocab_size - 1, vocab_size)
     order = range(turn, turn + count)
@@ -83,14 +79,7 @@ def differing_rows(
     """Rows where the search and the sort disagree, or that were touched without need.
 
     Any threshold serves a row without a token that can be drawn; it counts only where the row is not open.
-
-    Args:
-        vocab_size: V.
-        dtype: of the logits, by name.
-        base_is_row: what top-p is measured on.
-        device: where the search runs.
-        launch: of ``LAUNCHES``.
-        wrong: added to every top_p's exponent for the search alone, by way of a control.
+    ``wrong`` is added to every top_p's exponent for the search alone, by way of a control.
     """
     logits, (scale, top_k, top_p) = rows_of_every_kind(vocab_size, dtype, list(LAUNCHES).index(launch))
     if device == "cpu" and dtype == "bfloat16":
@@ -174,22 +163,17 @@ def interpreted(request) -> dict[str, Any]:
     return found
 
 
-def wrong(interpreted: dict[str, Any]) -> dict[str, list[int]]:
-    """The rows that differ, by case, where there are any."""
-    return {case: rows for case, rows in interpreted.items() if rows and case not in ("control", "brackets")}
-
-
 def test_the_interpreted_search_finds_what_the_sort_defines(interpreted):
     """Also where brackets are wide and lists short."""
     assert {case_id(*QUICK[0], True), case_id(*QUICK[1], False), QUICK_LAUNCH} <= interpreted.keys()
-    assert wrong(interpreted) == {}
+    assert cases_that_differ(interpreted, "control", "brackets") == {}
 
 
 @pytest.mark.full
 def test_the_interpreted_search_finds_what_the_sort_defines_however_it_is_launched(interpreted):
     """Rows made to mislead it among them."""
     assert {*LAUNCHES, "adversarial"} <= interpreted.keys()
-    assert wrong(interpreted) == {}
+    assert cases_that_differ(interpreted, "control", "brackets") == {}
 
 
 def test_another_top_p_finds_other_thresholds(interpreted):
@@ -232,7 +216,6 @@ SPARSE_K, SPARSE = 512, (*range(13, 512), *range(528, 541))
 
 
 def brackets(device: str) -> list[list[int]]:
-    """The fields of each row's brackets after a race under top-k."""
     operators = importlib.import_module("compiled_sampler.exact.triton.operators")
     count, logits = len(BRACKET_K) + 1, torch.full((len(BRACKET_K) + 1, LONG), -torch.inf)
     for row, ids in enumerate(VISIBLE):

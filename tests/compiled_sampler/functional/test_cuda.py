@@ -23,7 +23,7 @@ from tests.compiled_sampler.functional.test_functions import (
     noise,
     rows,
 )
-from tests.no_waits import no_waits
+from tests.torch_states import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 

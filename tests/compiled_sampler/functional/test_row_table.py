@@ -12,6 +12,7 @@ from compiled_sampler.engine.requests.slots import slot_values
 from compiled_sampler.functional.row_table import RowInputs, RowTable, requests_with_rows, row_table
 from compiled_sampler.modes import Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
+from tests.torch_states import flushing
 
 V = 100
 FULL = mode_table(V, "top_k")[-1]
@@ -81,12 +82,8 @@ def test_denormals_mean_the_same_where_they_are_flushed():
     wanted = torch.tensor([float(x) for x in least.tolist()], dtype=torch.float64)
     params = [SamplingParams(top_p=5e-324, min_p=5e-324, seed=0)]
     entry = table_of(inputs_of(params))
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU cannot flush denormals")
-    try:
+    with flushing():
         found, flushed = in_float64(least).view(torch.int64), table_of(inputs_of(params))
-    finally:
-        torch.set_flush_denormal(False)
     assert torch.equal(found, wanted.view(torch.int64))
     assert torch.isnan(in_float64(torch.tensor([math.nan]))).all()
     for left, right in zip((*entry.table, entry.slots), (*flushed.table, flushed.slots), strict=True):

@@ -10,11 +10,11 @@ from compiled_sampler.exact.row_race import race_rows_in_torch
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes import bounds
 from compiled_sampler.passes.blocks import widened
-from compiled_sampler.passes.bounds import Leaders, race_bounds, race_leaders
+from compiled_sampler.passes.bounds import race_bounds, race_leaders
 from compiled_sampler.pipeline import sample, schedule
 from compiled_sampler.pipeline.eager import without_kernels
 from compiled_sampler.pipeline.sample import draw_tokens, sample_step
-from tests.builders.inputs import modes_by_name, sample_inputs
+from tests.builders.inputs import Calls, keeping, modes_by_name, sample_inputs
 from tests.builders.sampler import same
 from tests.cases.compared_batches import direct
 from tests.cases.hard_rows import KINDS, mixed_batch, mixed_requests
@@ -48,18 +48,11 @@ def test_the_bound_holds_for_every_word(monkeypatch):
 
 def drawn(inputs, mode: str, block: int = 8):
     """What a GPU's stages draw of many rows, and what the second look found."""
-    found: list[Leaders] = []
-
-    def run(stage, *tensors, **static):
-        made = without_kernels(stage, *tensors, **static)
-        if stage is race_leaders:
-            found.append(made)
-        return made
-
+    calls: Calls = {}
     bounded = schedule_by_bounds(modes_by_name(inputs.logits.shape[1])[mode], inputs.logits.shape[0], block)
     row_slots = row_slots_of(inputs)
-    made = draw_tokens(bounded, inputs.logits, row_slots, run)
-    return made, found[0]
+    made = draw_tokens(bounded, inputs.logits, row_slots, keeping(calls, without_kernels))
+    return made, calls[race_leaders][1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -174,18 +167,13 @@ def test_scores_that_overflow_below_are_no_masked_tokens():
 
 
 def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
-    seen = {}
-
-    def run(stage, *tensors, **static):
-        seen[stage] = without_kernels(stage, *tensors, **static)
-        return seen[stage]
-
+    calls: Calls = {}
     monkeypatch.setattr(bounds, "LEADERS", 5000 // 256 + 1)  # every block is looked at
     inputs = sample_inputs(torch.randn(40, 5000, generator=generator), [SamplingParams(seed=s) for s in range(40)])
     bounded = schedule_by_bounds(modes_by_name(5000)["no_filter"], 40, 256)
-    draw_tokens(bounded, inputs.logits, row_slots_of(inputs), run)
-    best = (seen[race_leaders].best >> 32).to(torch.int32)
-    largest = seen[race_bounds].scores.amax(-1)
+    draw_tokens(bounded, inputs.logits, row_slots_of(inputs), keeping(calls, without_kernels))
+    best = (calls[race_leaders][1].best >> 32).to(torch.int32)
+    largest = calls[race_bounds][1].scores.amax(-1)
     assert (best <= largest).all()
     assert (largest.view(torch.float32) - best.view(torch.float32) < 0.6).all()
 

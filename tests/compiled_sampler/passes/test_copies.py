@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from compiled_sampler import LogitEdit, Logprobs, Sampler, SamplingParams
-from compiled_sampler.core.stage import call
-from compiled_sampler.edits.bias import BiasLists
 from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima
 from compiled_sampler.pipeline import edits as edits_module
 from compiled_sampler.pipeline.eager import without_kernels
@@ -15,7 +13,7 @@ from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.inputs import BASES, modes_by_name
-from tests.builders.masks import masked_inputs, stages_watched
+from tests.builders.masks import masked_inputs, stages_watched, with_bias
 from tests.builders.sampler import same
 from tests.for_a_gpu import gpu_schedule
 from tools.kernels.launches import FALLBACK, for_a_gpu, generated, listed
@@ -28,10 +26,6 @@ def told(schedule, rows):
     """The schedule with maxima of copies, by keys as in C++; and that of a GPU, by bits and with the tokens' names."""
     on_gpu = gpu_schedule(schedule.mode, rows)
     return tuple(replace(each, copies_with_maxima=True) for each in (schedule, on_gpu))
-
-
-def drawn(schedule, inputs, run=call):
-    return edit_and_draw(schedule, inputs, run)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +47,7 @@ def test_a_masked_copy_that_tells_its_maxima_draws_the_same(name, vocab_size, dt
         assert not usual.copies_with_maxima  # in C++
         for schedule in told(usual, len(with_masks.logits)):
             seen = list[str]()
-            made = drawn(schedule, with_masks, stages_watched(seen))
+            made = edit_and_draw(schedule, with_masks, stages_watched(seen))
             assert same(made, wanted)
             assert "masked_with_maxima" in seen
             assert not COPIES & {*seen}
@@ -64,14 +58,11 @@ def test_a_masked_copy_that_tells_its_maxima_draws_the_same(name, vocab_size, dt
 @pytest.mark.parametrize("name", COPYING)
 def test_a_copy_that_lists_are_written_into_tells_no_maxima(name):
     bare, _ = masked_inputs("greedy" if name == "greedy" else "top_k_top_p[64]", "both", 640)
-    ids, biases = torch.tensor([[3, 40]] * 5, dtype=torch.int32), torch.tensor([[-2.0, 50.0]] * 5)
-    bias = BiasLists(torch.full((5,), 2, dtype=torch.int32), ids, biases)
-    inputs = bare._replace(edits=bare.edits._replace(tables=bare.edits.tables._replace(lists=(bias,))))
-    mode = modes_by_name(640)[name]
+    inputs, mode = with_bias(bare), modes_by_name(640)[name]
     wanted = sample_step(mode, inputs)
     for schedule in told(drawing_schedule(mode, inputs.logits, inputs.edits), len(inputs.logits)):
         seen = list[str]()
-        assert same(drawn(schedule, inputs, stages_watched(seen)), wanted)
+        assert same(edit_and_draw(schedule, inputs, stages_watched(seen)), wanted)
         assert "masked_with_maxima" not in seen
     assert not same(wanted, sample_step(mode, bare))
 
@@ -92,7 +83,6 @@ class Lowered(LogitEdit):
     """Every third token is lowered."""
 
     def edit(self, x, ids, rows):
-        """The edited logits."""
         return torch.where(ids % 3 == 0, x - 2.0, x)
 
 

@@ -23,14 +23,7 @@ from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import full_mode, race, repeated, sample_inputs, slot_table
 from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.oracles import oracle
-from tests.oracles.goodness_of_fit import (
-    Fit,
-    accept,
-    chi_square,
-    detects,
-    poisson_p_value,
-    serial_independence,
-)
+from tests.oracles.goodness_of_fit import Fit, accept, chi_square, detects, poisson_p_value, serial_independence
 from tools.kernels.launches import for_a_gpu
 
 N = 2**18
@@ -48,7 +41,6 @@ LAWS = {
 
 @functools.cache
 def rows_of(seed: int, stream: int = TARGET, temperature: float = 1.0, count: int = N, start: int = 0) -> RowParams:
-    """One request at ``count`` consecutive positions."""
     table = slot_table([SamplingParams(temperature=temperature, seed=seed)], 8)
     positions = torch.arange(start, start + count)
     return gather_rows(RowSlots(table, torch.zeros_like(positions), positions), stream=stream)

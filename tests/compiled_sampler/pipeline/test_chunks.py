@@ -1,7 +1,7 @@
 """Chunks of rows: the same bits as all rows at once, in every step and mode, and never more rows than allowed."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -26,6 +26,7 @@ from compiled_sampler.pipeline.verify import verify_step
 from tests.builders.custom_edits import given_to_all
 from tests.builders.edits import OF_EDIT
 from tests.builders.inputs import modes_by_name, slot_table
+from tests.builders.sampler import REQUESTS
 from tests.builders.sampler import V as SHARED_V
 from tests.chunked import chunks_of, eager_scratch_of
 from tests.tiers import tiers
@@ -33,14 +34,6 @@ from tools.bench.memory import scratch_bytes
 from tools.kernels.launches import for_a_gpu
 
 V, R, K, CHUNK = 300, 75, 3, 16
-PARAMS = {
-    "greedy": {"temperature": 0.0},
-    "no_filter": {},
-    "min_p": {"min_p": 0.05},
-    "top_k_top_p[64]": {"top_k": 20, "top_p": 0.9},
-    "top_k": {"top_k": 100, "min_p": 0.01},
-    "full": {"top_p": 0.95},
-}
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,6 @@ class Lifted(LogitEdit):
     """An edit of some tokens that depends on the row."""
 
     def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
-        """The logits with 4 more at every third token of odd positions."""
         return x + torch.where((ids % 3 == 0) & (rows.positions % 2 == 1), 4.0, 0.0)
 
 
@@ -60,7 +52,7 @@ def inputs_of(name: str, vocab_size: int = V) -> SampleInputs:
     logits[7, 11], logits[20, 5], logits[40] = torch.nan, torch.inf, -torch.inf
     slots, positions = torch.arange(R) % 2, torch.arange(R) * 7
     slots[33] = -1
-    table = slot_table([SamplingParams(seed=seed, **PARAMS[name]) for seed in (1, 2)], vocab_size)
+    table = slot_table([replace(REQUESTS[name], seed=seed) for seed in (1, 2)], vocab_size)
     return SampleInputs(logits, slots, positions, table)
 
 
@@ -86,7 +78,6 @@ def drafted(mode: Mode, name: str) -> VerifyInputs:
 
 
 def same(found: Any, wanted: Any) -> bool:
-    """Whether all results are the same bits."""
     return all(
         torch.equal(a.view(torch.uint8), b.view(torch.uint8))
         for a, b in zip(tensors_of(found), tensors_of(wanted), strict=True)
@@ -117,7 +108,7 @@ def assert_chunks_change_nothing(step: Callable[[Any], Any]) -> None:
             assert same(chunked(step, fuses=fuses)[0], wanted)
 
 
-@pytest.mark.parametrize(("name", "base"), [*((name, "top_k") for name in PARAMS), ("full", "all")])
+@pytest.mark.parametrize(("name", "base"), [*((name, "top_k") for name in REQUESTS), ("full", "all")])
 def test_tokens_drafts_and_probabilities_are_the_same_bits_in_chunks(name, base):
     mode, inputs = modes_by_name(V, base)[name], inputs_of(name)
     drafts = inputs._replace(offsets=torch.arange(R) % 4)
@@ -137,7 +128,7 @@ def test_edits_are_the_same_bits_in_chunks(name):
 
 @pytest.mark.parametrize("drafts", ["one_hot", "probabilities", "logits"])
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("name", tiers(["greedy", "full"], PARAMS))
+@pytest.mark.parametrize("name", tiers(["greedy", "full"], REQUESTS))
 def test_verifications_are_the_same_bits_in_chunks(name, rule, drafts):
     mode = verifying(modes_by_name(V)[name], rule, drafts)
     inputs = drafted(mode, name)

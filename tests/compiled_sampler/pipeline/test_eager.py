@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams
@@ -40,6 +39,7 @@ from tests.builders.edits import EDITS, HISTORY, V
 from tests.builders.inputs import sample_inputs
 from tests.builders.masks import masked_inputs
 from tests.builders.trees import tree_batch
+from tests.torch_states import Operations
 from tools.kernels.launches import for_a_gpu
 
 IN_CHUNKS = set[Any]()
@@ -68,7 +68,6 @@ def compared(stage: Any, /, *tensors: Any, **static: Any) -> Any:
 
 @contextmanager
 def comparing(sampler: Sampler) -> Iterator[None]:
-    """Within, each stage of a sampler is compared."""
     with mock.patch.object(sampler._runner._executor, "_run", compared):
         yield
 
@@ -117,7 +116,6 @@ def verify_plain_drafts() -> None:
 
 
 def verify_trees() -> None:
-    """Trees with texts of their own."""
     sampler = Sampler(V, 64, backend="eager", history_len=HISTORY)
     batch = tree_batch(sampler, 3, edits=EDITS)
     plan, (drafts, parents) = batch.plan(sampler), batch.padded()
@@ -208,22 +206,6 @@ def test_the_comparison_sees_rows_of_another_chunk():
         run_other_stages()
 
 
-class Fresh(TorchDispatchMode):
-    """Counts tensors that are made with four bytes or more for each token of each row."""
-
-    def __init__(self, least_bytes: int) -> None:
-        super().__init__()
-        self._least, self.addresses = least_bytes, set[int]()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation's results."""
-        results = function(*args, **(kwargs or {}))
-        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        made = (each.untyped_storage() for each in tree_leaves(results) if isinstance(each, Tensor))
-        self.addresses |= {each.data_ptr() for each in made if each.nbytes() >= self._least} - given
-        return results
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("is_gpu", [False, True])
 def test_stages_that_are_not_cut_hold_no_number_for_each_token(is_gpu):
@@ -232,10 +214,17 @@ def test_stages_that_are_not_cut_hold_no_number_for_each_token(is_gpu):
 
     def watched(stage: Any, /, *tensors: Any, **static: Any) -> Any:
         stage = row_race.IN_TORCH.get(stage, stage)
-        with Fresh(4 * rows * vocab_size) as fresh:
+        fresh = set[int]()
+
+        def see(function: Any, given: Any, made: Any) -> None:
+            read = {each.untyped_storage().data_ptr() for each in tree_leaves(given) if isinstance(each, Tensor)}
+            memory = (each.untyped_storage() for each in tree_leaves(made) if isinstance(each, Tensor))
+            fresh.update({each.data_ptr() for each in memory if each.nbytes() >= 4 * rows * vocab_size} - read)
+
+        with Operations(see):
             results = stage(*tensors, **static)
         returned = {leaf.untyped_storage().data_ptr() for leaf in leaves_by_row(results)}
-        if fresh.addresses - returned and stage not in declared:
+        if fresh - returned and stage not in declared:
             heavy.add(stage.__name__)
         return results
 

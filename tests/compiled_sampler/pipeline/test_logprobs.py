@@ -17,13 +17,7 @@ from compiled_sampler.passes.kept import cut_of_drawn
 from compiled_sampler.pipeline.eager import without_kernels
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import schedule_for
-from tests.builders.inputs import (
-    covering_modes,
-    full_mode,
-    modes_by_name,
-    sample_inputs,
-    slot_table,
-)
+from tests.builders.inputs import covering_modes, full_mode, modes_by_name, sample_inputs, slot_table
 from tests.builders.logprobs import (
     EVERYTHING,
     bare,
@@ -41,6 +35,7 @@ from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.chunked import chunks_of
 from tests.for_a_gpu import gpu_schedule, schedule_by_bounds
 from tests.oracles import oracle_logprobs as oracle
+from tests.torch_states import flushing
 
 V = 129
 PARAMS = [*REQUESTS.values(), SamplingParams(temperature=0.5, top_k=1, seed=7)]
@@ -158,12 +153,8 @@ def test_the_denormal_mode_of_the_thread_changes_nothing(wanted):
     chosen = full_mode(V)
     tokens = sample_step(chosen, inputs).token_ids
     before = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor has no denormal mode")
-    try:
+    with flushing():
         found = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
-    finally:
-        torch.set_flush_denormal(False)
     assert differing(found, before) == []
 
 
@@ -242,7 +233,6 @@ def faults(
     dtype: torch.dtype = torch.float32,
     vocab_size: int = V,
 ) -> list[str]:
-    """Fields that differ from eager torch on the CPU."""
     inputs, edited, scale = hard_batch(mode, rows, base, dtype, vocab_size)
     chosen = modes_by_name(vocab_size, base)[mode]
     tokens = sample_step(chosen, inputs).token_ids
@@ -262,7 +252,6 @@ def schedules(mode, rows):
 
 
 def drawn(schedule, inputs, wanted, scale, run=without_kernels):
-    """A step with logprobs."""
     ids = None if wanted.token_ids is None else torch.tensor([wanted.token_ids] * len(inputs.logits))
     return edit_and_draw(schedule, inputs._replace(logprobs=LogprobInputs(wanted, ids, scale)), run)
 

@@ -11,7 +11,6 @@ from compiled_sampler import RowStatus
 from compiled_sampler.batch import VerifyInputs
 from compiled_sampler.core.rows import row_slots_of
 from compiled_sampler.core.stage import call
-from compiled_sampler.edits.bias import BiasLists
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.edits.names import RESTORE
 from compiled_sampler.edits.tables import EditInputs, EditTables
@@ -28,8 +27,8 @@ from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.verify import verify_step
 from tests.builders.filters import same_bits
 from tests.builders.inputs import BASES, modes_by_name
-from tests.builders.logprobs import EVERYTHING, differing
-from tests.builders.masks import MASKED_MODES, MASKS, masked_inputs, scale_of, stages_watched
+from tests.builders.logprobs import EVERYTHING, differing, processed_scale
+from tests.builders.masks import MASKED_MODES, MASKS, masked_inputs, params_of, stages_watched, with_bias
 from tests.builders.sampler import same
 from tests.chunked import chunks_of
 from tests.for_a_gpu import schedule_by_bounds
@@ -138,15 +137,6 @@ def test_masks_beside_other_edits_stand_in_their_copy():
     assert not drawing_schedule(mode, with_masks.logits, with_masks.edits).reads_masks  # in C++
 
 
-def with_bias(inputs, leave):
-    """The step with biases of two tokens, in logits of its own."""
-    ids, biases = torch.tensor([[3, 40]] * 5, dtype=torch.int32), torch.tensor([[-2.0, 30.0]] * 5)
-    bias = BiasLists(torch.full((5,), 2, dtype=torch.int32), ids, biases)
-    tables = inputs.edits.tables._replace(lists=(bias,))
-    edits = inputs.edits._replace(tables=tables, leave=leave)
-    return inputs._replace(logits=inputs.logits.clone(), edits=edits)
-
-
 @pytest.mark.parametrize("masks", MASKS)
 @pytest.mark.parametrize("name", ["greedy", "min_p", "full"])
 def test_lists_that_may_write_into_the_logits_leave_masks_beside_them(name, masks):
@@ -201,7 +191,7 @@ def test_logprobs_of_masked_rows_are_those_of_the_copy(name, wanted):
     with_masks, _ = masked_inputs(name, "both", 129)
     rows = len(with_masks.slots)
     for asked in (wanted, replace(wanted, top=80)):
-        given = LogprobInputs(asked, torch.tensor([asked.token_ids] * rows), scale_of(name))
+        given = LogprobInputs(asked, torch.tensor([asked.token_ids] * rows), processed_scale(params_of(name)))
         schedule = schedule_of(modes_by_name(129)[name], with_masks)
         made = drawn(schedule, with_masks, logprobs=given)
         told = drawn(replace(schedule, reads_masks=False), with_masks, logprobs=given)

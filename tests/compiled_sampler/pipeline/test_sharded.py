@@ -10,11 +10,12 @@ F32, BF16 = torch.float32, torch.bfloat16
 
 
 def test_three_ranks_return_what_one_does():
-    """Of 1,000 rows in all; one rank has a single token, and the last one columns of padding."""
+    """Of 1,000 rows in all; a rank has a single token, nothing or padding alone; the last one columns of padding."""
     sizes = (1, 140, 187)
     ranks.asked(
         3,
         (ranks.every_mode, 300, sizes, 24, (F32, BF16)),
+        (ranks.every_mode, 300, (0, 300, 100), 14, (BF16,)),
         (ranks.counts_alone, 300, sizes),
         (rank_logprobs.every_law, 300, sizes),
         (rank_logprobs.logprobs_of_columns, 1100, (1, 699, 500)),  # that begin within a block of the law
@@ -54,6 +55,7 @@ def test_one_rank_returns_what_whole_rows_do():
     )
 
 
+@pytest.mark.full
 def test_four_ranks_return_what_one_does():
     """The last has padding alone, the second nothing, or a single token."""
     nothing, single = (70, 0, 230, 100), (70, 1, 229, 100)

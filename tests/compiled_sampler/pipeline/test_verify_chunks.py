@@ -2,7 +2,7 @@
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_sampler import Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import RequestRows
@@ -27,6 +26,7 @@ from tests.builders.logprobs import EVERYTHING, bare, differing
 from tests.builders.sampler import SHARED_SLOTS, replay_recordings, same
 from tests.chunked import request_chunks_of
 from tests.tiers import tiers
+from tests.torch_states import Operations
 from tools.bench.memory import scratch_bytes
 
 RULES = ("rejection", "block")
@@ -157,19 +157,17 @@ N, LARGE = 24, 2000
 BIAS = {"logit_bias": {n: 1.0 for n in range(5)}}
 
 
-class Largest(TorchDispatchMode):
+def largest(work: Callable[[], object]) -> int:
     """The most elements of a tensor that an operation made."""
+    sizes = [0]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
+    def see(function: Any, given: Any, made: Any) -> None:
+        if isinstance(made, torch.Tensor) and function._schema.returns[0].alias_info is None:
+            sizes.append(made.numel())
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The operation as it is."""
-        made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and func._schema.returns[0].alias_info is None:
-            self.elements = max(self.elements, made.numel())
-        return made
+    with Operations(see):
+        work()
+    return max(sizes)
 
 
 def verification(count: int, rule: str, **params: Any) -> Any:
@@ -193,14 +191,10 @@ def verification(count: int, rule: str, **params: Any) -> Any:
 def test_no_tensor_of_a_chunked_step_is_above_the_bound(rule, params):
     most, padded, small = 4 * (K + 1), 2048, 2**10
     work, alone = verification(N, rule, **params), verification(4, rule, **params)
-    with Largest() as seen:
-        work()
-    assert seen.elements >= N * (K + 1) * LARGE
+    assert largest(work) >= N * (K + 1) * LARGE
     with request_chunks_of(most, LARGE) as chunks:
-        with Largest() as seen:
-            work()
+        assert largest(work) <= most * padded
         assert chunks == [4] * (N // 4)
-        assert seen.elements <= most * padded
         held = scratch_bytes(work, torch.device("cpu"))
     assert held <= scratch_bytes(alone, torch.device("cpu")) + small * N * (K + 1)
 

@@ -53,7 +53,6 @@ def rows(vocab_size: int) -> Tensor:
 
 
 def all_impossible(out: VerifyOutputs) -> None:
-    """Every request rejects its draft, and says why."""
     assert out.num_emitted.tolist() == [1] * COUNT
     assert out.num_matching.tolist() == [0] * COUNT
     assert out.status.tolist() == [RowStatus.DRAFT_IMPOSSIBLE] * COUNT
@@ -154,11 +153,19 @@ def cut(inputs: VerifyInputs, place: int) -> VerifyInputs:
     return inputs._replace(logits=logits, num_drafts=inputs.num_drafts * 0 + place, proposals=proposals)
 
 
-@pytest.mark.parametrize(("why", "place"), [(why, number % WIDTH) for number, why in enumerate(NO_WEIGHT)])
+PLACES = [
+    *((*each, number % WIDTH, False) for number, each in enumerate(NO_WEIGHT.values())),
+    *(("probabilities", 0.0, 1, True), ("logits", -torch.inf, 1, True)),
+]
+
+
+@pytest.mark.parametrize(("kind", "value", "place", "is_whole"), PLACES)
 @pytest.mark.parametrize("rule", RULES)
-def test_the_outcome_is_that_of_a_block_which_ends_before_it(rule, why, place):
-    kind, value = NO_WEIGHT[why]
+def test_the_outcome_is_that_of_a_block_which_ends_before_it(rule, kind, value, place, is_whole):
+    """The draft alone has no weight, or no token of its row has any."""
     inputs = blocks(kind, value, place)
+    if is_whole:
+        inputs.proposals[place::WIDTH] = value
     for mode in covering_modes([SamplingParams(**PARAMS)], 64):
         out = verify_step(verifying(mode, rule, kind), inputs)
         shorter = verify_step(verifying(mode, rule, kind), cut(inputs, place))
@@ -203,19 +210,6 @@ def test_cuda_says_the_same(rule, why):
         inputs = blocks(kind, value, place)
         found = verify_step(mode, on_device(inputs, torch.device("cuda")), stages)
         assert same(verify_step(mode, inputs), VerifyOutputs(*(each.cpu() for each in tensors_of(found))))
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("value", [0.0, -torch.inf])
-def test_a_row_of_proposals_without_any_weight_makes_its_draft_impossible(rule, value):
-    kind = "logits" if value else "probabilities"
-    inputs = blocks(kind, value, 1)
-    inputs.proposals[1::WIDTH] = value
-    out = verify_step(verifying(full_mode(64), rule, kind), inputs)
-    shorter = verify_step(verifying(full_mode(64), rule, kind), cut(inputs, 1))
-    assert out.token_ids.tolist() == shorter.token_ids.tolist()
-    assert set(out.status.tolist()) == {RowStatus.DRAFT_IMPOSSIBLE}
-    assert same(out, definition(verifying(full_mode(64), rule, kind), inputs))
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -7,6 +7,7 @@ one level says it; a second one is there to be walked to.
 """
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -14,18 +15,17 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import VerifyInputs
-from compiled_sampler.core import score
-from compiled_sampler.core.order import MASKED_KEY, score_order
 from compiled_sampler.engine.requests.slots import unfiltered_table
 from compiled_sampler.modes import verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import verify as pipeline
-from compiled_sampler.speculation import residual, trees
+from compiled_sampler.speculation import trees
+from tests.builders.exact_races import LARGEST, SMALLEST, WORDS, Race, accepted_words, weights, without_noise
 from tests.builders.inputs import full_mode, slot_table
+from tests.builders.trees import path_of, random_parents
 from tests.tiers import tiers
 
 BOUND, DETECTED = 1e-5, 1e-3
-WORDS = 2**32
 LAWS: dict[str, tuple[dict[str, Any], str]] = {
     "plain": ({}, "probabilities"),
     "logits": ({"temperature": 0.7}, "logits"),
@@ -36,26 +36,13 @@ LAWS: dict[str, tuple[dict[str, Any], str]] = {
 
 def verified(inputs: VerifyInputs, drafts: str, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Whether each sibling is accepted, bool ``[N, K]``, and the law of the last token ``[N, V]``, without noise."""
-    races, final_race = list[Tensor](), residual.final_race
-
-    def watch(x: Tensor, values: Any, ids: Tensor, *others: Any, **static: Any) -> Any:
-        keys, is_left = final_race(x, values, ids, *others, **static)
-        counts = is_left | ~is_left.flatten(1).any(-1).view(-1, *[1] * (x.dim() - 1))
-        bits = torch.where(counts, keys, MASKED_KEY).flatten(1)
-        weights = torch.where(bits > MASKED_KEY, score_order(bits).view(torch.float32).double().exp2(), 0.0)
-        size = inputs.logits.shape[1]
-        places = ids.expand(x.shape).flatten(1).long().clamp(max=size)
-        races.append(weights.new_zeros(len(x), size + 1).scatter_add(1, places, weights)[:, :size])
-        return keys, is_left
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(score, "gumbel", lambda keys, ids: torch.zeros((keys.first + ids).shape))
-        patch.setattr(residual, "final_race", watch)
+    races = list[Race]()
+    with without_noise(races) as patch:
         patch.setattr(trees, "accept_number", lambda *_: numbers)
         out = pipeline.verify_step(verifying(full_mode(inputs.logits.shape[1]), "rejection", drafts), inputs)
     assert out.node_ids is not None
-    place = torch.arange(numbers.shape[1])
-    return out.node_ids[:, :1] == place, races[0] / races[0].sum(-1, keepdim=True)
+    place, last = torch.arange(numbers.shape[1]), weights(races[0], inputs.logits.shape[1])
+    return out.node_ids[:, :1] == place, last / last.sum(-1, keepdim=True)
 
 
 def law_of_a_token(name: str, size: int, width: int, claimed: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -79,20 +66,19 @@ def law_of_a_token(name: str, size: int, width: int, claimed: float = 1.0) -> tu
     )
     p = law(target, params)
     q = law(draft * claimed, {} if drafts in ("probabilities", "processed") else params)
-    smallest, largest = torch.tensor(2.0**-33, dtype=torch.float64), torch.tensor(1 - 2.0**-33, dtype=torch.float64)
-    numbers = largest.expand(count, nodes).clone()
+    numbers = torch.full((count, nodes), LARGEST, dtype=torch.float64)
     _, last = verified(inputs, drafts, numbers)
     weight = torch.tensor([weight_of(q, order) for order in orders], dtype=torch.float64)
     emitted = torch.zeros(size, dtype=torch.float64)
     for place in range(width):
-        low, high = torch.zeros(count, dtype=torch.int64), torch.full((count,), WORDS)
-        for _ in range(33):
-            middle = (low + high) // 2
-            numbers[:, place] = (2 * middle + 1).double() * 2.0**-33
-            accepts = verified(inputs, drafts, numbers)[0][:, place] & (low < high)
-            low, high = torch.where(accepts, middle + 1, low), torch.where(accepts, high, torch.maximum(low, middle))
-        numbers[:, place] = torch.where(low == WORDS, smallest, largest)
-        share = low.double() / WORDS
+
+        def accepts(number: Tensor, place: int = place) -> Tensor:
+            numbers[:, place] = number
+            return verified(inputs, drafts, numbers)[0][:, place]
+
+        words = accepted_words(accepts, count)
+        numbers[:, place] = torch.where(words == WORDS, numbers.new_tensor(SMALLEST), LARGEST)
+        share = words.double() / WORDS
         emitted.index_add_(0, inputs.draft_token_ids[:, place], weight * share)
         weight = weight * (1 - share)
     return emitted + weight @ last, p
@@ -142,3 +128,23 @@ def test_a_walk_that_forgets_what_rejected_siblings_took_is_detected(monkeypatch
     monkeypatch.setattr(pipeline, "walk_on", forgetful)
     emitted, p = law_of_a_token("plain", 4, 3)
     assert 0.5 * float((emitted - p).abs().sum()) > DETECTED
+
+
+# Depths and paths of nodes, whatever parents are.
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "garbage"])
+@pytest.mark.parametrize("width", [1, 8, 9, 64])
+def test_nodes_have_the_depth_and_the_path_of_a_climb(kind, width):
+    source = random.Random(width)
+    every = [random_parents(source, width, kind) for _ in range(20)]
+    counts = [source.randrange(width + 1) for _ in every]
+    parents, num_drafts = torch.tensor(every), torch.tensor(counts)
+    made = trees.tree_of(trees.first_ways(parents, num_drafts), parents, num_drafts)
+    for n, (tree, count) in enumerate(zip(every, counts, strict=True)):
+        for node in range(width):
+            path = path_of(tree, node) if node < count else None
+            assert made.depths[n, node] == len(path or ())
+            if path is not None:
+                assert int(made.paths[n, node]) % 2**64 == sum(1 << each for each in path)
+        assert made.is_wrong[n] == any(not -1 <= tree[node] < node for node in range(count))

@@ -203,7 +203,6 @@ def peaked() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def sampler() -> Sampler:
-    """Holds one request in slot 0."""
     made = Sampler(LONG, 1, backend="eager")
     made.add_request(SamplingParams(seed=5))
     return made

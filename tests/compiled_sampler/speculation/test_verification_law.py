@@ -20,8 +20,6 @@ import pytest
 import torch
 
 from compiled_sampler.batch import SampleInputs, VerifyInputs
-from compiled_sampler.core import score
-from compiled_sampler.core.order import MASKED_KEY, score_order
 from compiled_sampler.core.stage import call
 from compiled_sampler.engine.requests.slots import unfiltered_table
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
@@ -32,13 +30,13 @@ from compiled_sampler.speculation import acceptance as verification
 from compiled_sampler.speculation import residual
 from compiled_sampler.speculation.acceptance import Judged
 from tests.builders.draft_cases import KINDS, Case, Laws, cases, law_of
+from tests.builders.exact_races import LARGEST, SMALLEST, WORDS, Race, accepted_words, weights, without_noise
 from tests.builders.inputs import full_mode, slot_table
 from tests.oracles import oracle
 from tests.oracles import oracle_verification as exact
 from tests.tiers import tiers
 
 BOUND, DETECTED = 1e-5, 1e-4
-WORDS, SMALLEST, LARGEST = 2**32, 2.0**-33, 1.0 - 2.0**-33
 SHAPES = [(2, 1), (3, 2), (4, 2), (2, 3)]
 EXACT = {"rejection": exact.rejection_law, "block": exact.block_law}
 RESIDUAL_WEIGHT, JUDGE_DRAFTS = residual.residual_weight, verification.judge_drafts
@@ -65,49 +63,27 @@ def verify_inputs(name: str, chosen: list[Case]) -> VerifyInputs:
 
 def run_with(mode: Mode, inputs: VerifyInputs, numbers: torch.Tensor | float) -> tuple[Any, dict[str, Any], Any]:
     """Verify without noise and with given accepting numbers: outputs, the stages as called, ids and last keys."""
-    stages, races, final_race = dict[str, Any](), list[Any](), residual.final_race
+    stages, races = dict[str, Any](), list[Race]()
 
     def watch(stage: Any, /, *tensors: Any, **static: Any) -> Any:
         stages[stage.__name__] = functools.partial(stage, *tensors, **static)
         return call(stage, *tensors, **static)
 
-    def watch_keys(x: torch.Tensor, values: Any, ids: torch.Tensor, *others: Any, **static: Any) -> Any:
-        keys, is_left = final_race(x, values, ids, *others, **static)
-        kept = is_left | ~is_left.flatten(1).any(-1).view(-1, *[1] * (x.dim() - 1))
-        races.append((ids.expand(x.shape).flatten(1), torch.where(kept, keys, MASKED_KEY).flatten(1)))
-        return keys, is_left
-
     def number(_: Any, slots: torch.Tensor, *__: Any) -> torch.Tensor | float:  # under ``block``, for prefixes alone
         return 0.5 if isinstance(numbers, float) or len(numbers) != len(slots) else numbers
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(score, "gumbel", lambda keys, ids: torch.zeros((keys.first + ids).shape))
-        patch.setattr(residual, "final_race", watch_keys)
+    with without_noise(races) as patch:
         patch.setattr(verification, "accept_number", number)
         outputs = pipeline.verify_step(mode, inputs, watch)
     return outputs, stages, races[0]
 
 
-def accepted_words(judge: Any, count: int) -> torch.Tensor:
-    """How many of the 2**32 numbers each of the comparisons accepts, the smallest ones: int64 ``[count]``."""
-    low, high = torch.zeros(count, dtype=torch.int64), torch.full((count,), WORDS)
-    for _ in range(33):
-        middle = (low + high) // 2
-        with pytest.MonkeyPatch.context() as patch:
-            number = (2 * middle + 1).double() * 2.0**-33
-            patch.setattr(verification, "accept_number", lambda *_, number=number: number)
-            verdict = judge()
-        accepted = (verdict.accepted if isinstance(verdict, Judged) else verdict) & (low < high)
-        low, high = torch.where(accepted, middle + 1, low), torch.where(accepted, high, torch.maximum(low, middle))
-    return low
-
-
-def last_laws(ids: torch.Tensor, key: torch.Tensor, vocab_size: int) -> list[list[Fraction]]:
-    """The law of each request's last token from the keys of a race without noise."""
-    score = score_order(key).view(torch.float32).double()
-    weights = torch.where(key > MASKED_KEY, torch.exp2(score), 0.0)
-    rows = weights.new_zeros(len(ids), vocab_size).scatter_add(1, ids.long().clamp(max=vocab_size - 1), weights)
-    return [oracle.exact_law(row, range(vocab_size)) for row in rows.tolist()]
+def accepted_by(judge: Any, number: torch.Tensor) -> torch.Tensor:
+    """What a stage that judges drafts or prefixes accepts by these numbers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verification, "accept_number", lambda *_: number)
+        verdict = judge()
+    return verdict.accepted if isinstance(verdict, Judged) else verdict
 
 
 def outcomes(mode: Mode, inputs: VerifyInputs) -> list[list[exact.Outcome]]:
@@ -116,13 +92,16 @@ def outcomes(mode: Mode, inputs: VerifyInputs) -> list[list[exact.Outcome]]:
     block = mode.rule == "block"  # there a row tests the draft before it
     stages = run_with(mode, inputs, 0.5)[1]
     judge, tests = ("judge_prefixes", width + 1) if block else ("judge_drafts", width)
-    words = accepted_words(stages[judge], count * tests).view(count, tests)[:, tests - width :]
+    words = accepted_words(functools.partial(accepted_by, stages[judge]), count * tests).view(count, tests)[
+        :, tests - width :
+    ]
     result: Any = [[] for _ in range(count)]
     for pattern in itertools.product((True, False), repeat=width):
         numbers = [SMALLEST if accept else LARGEST for accept in pattern]
         given = torch.tensor([0.5, *numbers] if block else numbers, dtype=torch.float64).repeat(count)
         outputs, _, race = run_with(mode, inputs, given)
-        for n, last in enumerate(last_laws(*race, mode.vocab_size)):
+        for n, row in enumerate(weights(race, mode.vocab_size).tolist()):
+            last = oracle.exact_law(row, range(mode.vocab_size))
             length = int(outputs.num_accepted[n])
             assert last[outputs.token_ids[n, length]] == max(last)
             shares = zip(words[n].tolist(), pattern, strict=True)

@@ -19,6 +19,7 @@ from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine.boundary.tensors import overlap, span
 from compiled_sampler.modes import CACHE, MAX_VOCAB_SIZE, PROCESSED, PROPOSALS
 from tests.builders.sampler import REQUESTS, emptied, holding, new_outputs, normal_rows, planned, same, sampler_with
+from tests.torch_states import default_dtype
 
 V, R, K = 8, 3, 2
 NESTED = torch.nested.nested_tensor([torch.zeros(V)] * R, layout=torch.jagged)
@@ -187,19 +188,19 @@ def test_a_wrong_buffer_is_not_bound(engine, buffer, error, words):
     engine.sampler.bind_logits(None)
 
 
-def test_a_sampler_is_made_and_draws_under_any_default_device_and_dtype(engine):
-    torch.set_default_device("meta")
-    torch.set_default_dtype(torch.float64)
-    try:
+def test_a_sampler_is_made_plans_and_draws_under_any_default_device_and_dtype(engine):
+    ragged, inputs = engine.sampler.plan([0, 0], num_drafts=[0, 1]), (normal_rows(3, V), torch.tensor([[-1], [4]]))
+    with torch.device("meta"), default_dtype(torch.float64):
         sampler = sampler_with([REQUESTS["full"]], V, 4)
         plan = sampler.plan([0] * R)
         drawn = sampler.sample(plan, engine.logits, engine.positions)
         empty = sampler.probs(sampler.plan([]), engine.logits[:0])
-    finally:
-        torch.set_default_device(None)
-        torch.set_default_dtype(torch.float32)
+        drafted = sampler.plan([0, 0], num_drafts=[0, 1])
     assert same(drawn, engine.wanted)
     assert (empty.dtype, empty.device.type, empty.shape) == (torch.float32, "cpu", (0, V))
+    assert {each.device.type for each in (drafted.slot_ids, drafted.draft_counts, drafted.drafted)} == {"cpu"}
+    wanted = engine.sampler.verify(ragged, *inputs, torch.arange(2))
+    assert same(sampler.verify(drafted, *inputs, torch.arange(2)), wanted)
 
 
 # Results of the caller.

@@ -16,6 +16,7 @@ from tests.builders.custom_edits import EDITS, Stepped, V, custom_sampler, param
 from tests.builders.edit_states import params_with as params_of_states
 from tests.builders.edit_states import stateful_sampler
 from tests.builders.sampler import planned
+from tests.torch_states import default_dtype
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,6 @@ class Kept(LogitEdit):
     constant: float = 0.0
 
     def edit(self, x, ids, rows):
-        """The logits."""
         return x + self.constant
 
 
@@ -133,11 +133,8 @@ def test_a_sampler_refuses(make, error, message):
 
 
 def test_edits_are_taken_under_another_default_dtype():
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         sampler = custom_sampler("eager", 1)
-    finally:
-        torch.set_default_dtype(torch.float32)
     assert sampler.statistics().edit_bytes == 0
 
 

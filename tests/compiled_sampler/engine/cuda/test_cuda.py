@@ -19,7 +19,7 @@ from tests.builders import sampler as builders_sampler
 from tests.builders.sampler import REQUESTS, EngineGraph, new_outputs, on_cpu, same, wanted_of
 from tests.cases.compared_batches import arranged, direct, num_mismatches
 from tests.cases.hard_rows import Batch, mixed_batch, mixed_requests
-from tests.no_waits import no_waits
+from tests.torch_states import no_waits
 
 pytestmark = pytest.mark.gpu
 

@@ -6,7 +6,7 @@ import torch
 from compiled_sampler import SampleOutputs, Verification
 from compiled_sampler.batch import tensors_of
 from tests.builders.custom_edits import EDITS, V, added_in_turn, custom_sampler, params_with, random_inputs
-from tests.no_waits import no_waits
+from tests.torch_states import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, STEPS, PROMPT = 16, 3, [3, 10, 4, 4]

@@ -13,7 +13,7 @@ from compiled_sampler import Plan, Sampler, SamplingParams, Verification, Verify
 from compiled_sampler.batch import tensors_of
 from tests.builders import sampler as builders_sampler
 from tests.builders.sampler import REQUESTS, same
-from tests.no_waits import no_waits
+from tests.torch_states import no_waits
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ from compiled_sampler import SampleOutputs, Sampler, Verification
 from compiled_sampler.batch import tensors_of
 from tests.builders.custom_edits import added_in_turn
 from tests.builders.edit_states import EDITS, V, params_with, random_states, stateful_sampler, write_states
-from tests.no_waits import no_waits
+from tests.torch_states import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, STEPS = 16, 3

@@ -12,7 +12,7 @@ from tests.builders.edits import EDITS, FILTERS, OF_EDIT, V, edited_sampler, har
 from tests.builders.filters import hard_rows, same_bits
 from tests.builders.logprobs import differing
 from tests.builders.masks import MASKED_MODES, params_of
-from tests.no_waits import no_waits
+from tests.torch_states import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, STEPS = 16, 4

@@ -10,7 +10,7 @@ from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import RULES
 from tests.builders.edits import BOUNDED_EDITS, V, edited_sampler, hard_logits, random_mask, random_request
 from tests.builders.logprobs import EVERYTHING, differing
-from tests.no_waits import no_waits
+from tests.torch_states import no_waits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")]
 ROWS, K = 24, 2

@@ -3,16 +3,17 @@
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.engine.drafts import DraftCache
 from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, planned, replay_recordings, same, sampler_with
 from tests.tiers import tiers
+from tests.torch_states import Operations
 
 K, S = 3, 6
 LAWFUL = ("rejection", "block")
@@ -90,31 +91,22 @@ def test_a_cached_handle_holds_no_logits():
     assert sampler_of("no_filter", True, dtype=torch.bfloat16).statistics().draft_cache_bytes == (S + 1) * K * V * 2
 
 
-class LargeCopies(TorchDispatchMode):
-    """Counts the operations that put rows of logits elsewhere."""
-
-    def __init__(self) -> None:
-        """None yet."""
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """The operation as it is."""
-        made = func(*args, **(kwargs or {}))
-        if func._schema.name in ("aten::clone", "aten::stack", "aten::cat") and made.numel() >= V:
-            self.names.append(func._schema.name)
-        return made
-
-
 def test_no_logits_are_cloned_stacked_or_brought_into_order():
-    drafts, target = rows_of([3, 2, 0, 1, 3], 0)
+    counts, names = [3, 2, 0, 1, 3], list[str]()
+    drafts, target = rows_of(counts, 0)
+
+    def see(function: Any, given: Any, made: Any) -> None:
+        if function._schema.name in ("aten::clone", "aten::stack", "aten::cat") and made.numel() >= V:
+            names.append(function._schema.name)
+
     for cached, wanted in ((True, []), (False, [*["aten::clone"] * K, "aten::stack"])):
         sampler = sampler_of("no_filter", cached)
-        plan = sampler.plan(SLOTS, num_drafts=[3, 2, 0, 1, 3])
-        with LargeCopies() as copies:
+        plan = sampler.plan(SLOTS, num_drafts=counts)
+        names.clear()
+        with Operations(see):
             handles = drafted(sampler, plan, drafts)
             sampler.verify(plan, target, handles, torch.arange(5), "rejection")
-        assert [name for name in copies.names if name in wanted or cached] == wanted
+        assert [name for name in names if name in wanted or cached] == wanted
 
 
 @pytest.mark.parametrize(("mode", "rule"), [("no_filter", "rejection"), ("top_k_top_p[64]", "block")])

@@ -57,7 +57,6 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
 
 
 def verified(sampler: Sampler, rule: str, given: tuple[Tensor, Tensor, Tensor], **options: object) -> VerifyOutputs:
-    """The outputs on the CPU."""
     target, tokens, drafted = (each.to(sampler.device) for each in given)
     plan = sampler.plan(range(N), "full", COUNTS)
     positions = torch.arange(N, device=sampler.device)

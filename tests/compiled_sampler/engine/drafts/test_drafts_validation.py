@@ -41,7 +41,6 @@ def engine() -> SimpleNamespace:
 
 
 def everything(engine: SimpleNamespace) -> list[Tensor]:
-    """The results of right calls of every sort."""
     sampler, plan, plain = engine.sampler, engine.plan, engine.plain
     inputs = tuple(INPUTS.values())
     results = (
@@ -211,7 +210,6 @@ def test_a_wrong_out_of_probs_is_refused(engine, refused, out, error, words):
 
 
 def calls_of(sampler: Sampler, plan: Plan, plain: Plan) -> list[tuple[Any, ...]]:
-    """Calls of every sort with a plan."""
     inputs, rows = tuple(INPUTS.values()), tuple(ROWS.values())
     verified = [(function, plan, *inputs) for function in (sampler.verify, sampler.verify_from_probs)]
     return [*verified, (sampler.draft, plan, *rows), (sampler.sample, plain, *rows), (sampler.probs, plain, rows[0])]

@@ -9,15 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import (
-    EditRows,
-    LogitEdit,
-    Logprobs,
-    Sampler,
-    SamplingParams,
-    Verification,
-    VerifyOutputs,
-)
+from compiled_sampler import EditRows, LogitEdit, Logprobs, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import indices, is_visible
@@ -383,7 +375,6 @@ class NoRepeats(LogitEdit):
     history_tokens: ClassVar[int] = 2
 
     def edit(self, x: Tensor, ids: Tensor, rows: EditRows) -> Tensor:
-        """The logits without these."""
         assert rows.history is not None
         return torch.where((ids[..., None] == rows.history[:, None]).any(-1), float("-inf"), x)
 

@@ -86,7 +86,6 @@ def given() -> Given:
 
 @functools.cache
 def sampler_of(backend: str) -> Sampler:
-    """All requests in their slots, 0 to N - 1."""
     sampler = custom_sampler(backend, N, buckets=[N])
     assert [sampler.add_request(each, PROMPT, OUTPUT) for each in PARAMS] == [*range(N)]
     return sampler
@@ -129,7 +128,6 @@ def edits_for(rule: str, edits: list[str] | None) -> list[str] | None:
 
 @functools.cache
 def wanted(call: str, rule: str = "match") -> Any:
-    """What normal plans give."""
     sampler = sampler_of("eager")
     slots = slots_for("none" if call == "from probabilities" else rule)
     if call == "sample":

@@ -139,19 +139,6 @@ def test_requests_are_asked_for_by_an_int(sampler, slot):
             call(slot)
 
 
-def test_plans_are_made_under_any_default_device(sampler):
-    inputs = normal_rows(3), torch.tensor([[-1], [4]]), torch.arange(2)
-    wanted = sampler.verify(sampler.plan([0, 5], num_drafts=[0, 1]), *inputs)
-    sampler.add_request(REQUESTS["full"])  # forgets the plans
-    torch.set_default_device("meta")
-    try:
-        plan = sampler.plan([0, 5], num_drafts=[0, 1])
-    finally:
-        torch.set_default_device(None)
-    assert {each.device.type for each in (plan.slot_ids, plan.draft_counts, plan.drafted)} == {"cpu"}
-    assert same(sampler.verify(plan, *inputs), wanted)
-
-
 @pytest.mark.parametrize("plan", [None, 3])
 def test_what_is_no_plan_is_refused(sampler, plan):
     logits, positions, drafts = torch.zeros(2, V), torch.arange(2), torch.zeros(2, 1, dtype=torch.int64)

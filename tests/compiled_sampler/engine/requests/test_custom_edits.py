@@ -30,7 +30,6 @@ class EveryParams:
     least: int = 2
 
     def __post_init__(self):
-        """Refuse others."""
         if self.count < self.least:
             raise ValueError("count")
 
@@ -42,7 +41,6 @@ class Every(LogitEdit):
     params = EveryParams
 
     def edit(self, x, ids, rows):
-        """By id alone."""
         return torch.where(ids % rows.params["count"] < ids // rows.params["least"] % 2, x - 1.0, x)
 
 

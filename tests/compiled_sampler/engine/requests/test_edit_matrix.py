@@ -168,7 +168,6 @@ def outcomes(
 
 
 def listed(call: Callable[[], Sequence[Tensor | None]]) -> Any:
-    """The results of a call, or the message of its error."""
     try:
         return [each.tolist() for each in call() if each is not None]
     except ValueError as error:
@@ -198,7 +197,6 @@ def _cut(
 
 @functools.cache
 def drawn_plainly(dtype: torch.dtype, base: str) -> dict[str, Any]:
-    """What requests without edits get for the same logits."""
     given = raw(dtype)
     given = given._replace(logits=given.logits.float(), proposed=given.proposed.float())
     return outcomes(sampler_of(torch.float32, base), requests_with({}), given, None)

@@ -24,6 +24,7 @@ from tests.builders.edits import (
 )
 from tests.builders.sampler import planned, recorded
 from tests.tiers import tiers
+from tests.torch_states import flushing
 
 ROWS = 16
 
@@ -177,11 +178,8 @@ def test_edits_take_denormals_for_zeros_in_every_mode_of_the_cpu(flushes):
     wanted = edited_rows(logits, [request, plain])
     sampler = edited_sampler("eager", 2)
     plan = sampler.plan([request.added(sampler), plain.added(sampler)])
-    torch.set_flush_denormal(flushes)
-    try:
+    with flushing(flushes):
         found = sampler.edited_logits(plan, logits, torch.tensor([2, 0]))
-    finally:
-        torch.set_flush_denormal(False)
     assert torch.equal(found.view(torch.int32), wanted.view(torch.int32))
     assert found[0, 5] == 0.0
     assert found[1, 5] == logits[1, 5]

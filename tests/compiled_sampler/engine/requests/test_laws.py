@@ -69,13 +69,6 @@ def test_the_coin_is_independent_of_the_token():
     assert not is_plausible(int((of_coin == 0).sum()), share + 0.2, len(of_coin))
 
 
-@pytest.mark.parametrize("given", FILTERS, ids=NAMES)
-def test_only_batches_with_a_filter_have_its_edit(given):
-    sampler = sampler_with([SamplingParams(**given), SamplingParams(), SamplingParams(temperature=0.0, **given)])
-    assert sampler.plan([0, 1]).edits == (NAMES[FILTERS.index(given)],)
-    assert sampler.plan([1, 2]).edits == ()
-
-
 def test_xtc_that_can_exclude_nothing_is_no_edit():
     every = [SamplingParams(xtc_probability=p, xtc_threshold=t).edits for p, t in ((0.0, 0.1), (1.0, 0.51), (1.0, 0.5))]
     assert every == [(), (), ("xtc",)]

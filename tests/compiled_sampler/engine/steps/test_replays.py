@@ -41,14 +41,9 @@ def new_sampler(cached: bool) -> Sampler:
 
 
 class Twins:
-    """Two samplers that get the same calls; the first one replays recordings, and the other one forgets each call.
-
-    Args:
-        seed: of the sequence.
-    """
+    """Two samplers that get the same calls; the first one replays recordings, and the other one forgets each call."""
 
     def __init__(self, seed: int) -> None:
-        """Hold no request."""
         self.chance, self.held, self.pair = random.Random(seed), list[int](), (new_sampler(True), new_sampler(False))
         self.backend = replay_recordings(self.pair[0])
         self.pair[0].warmup(modes=["full"])
@@ -63,7 +58,6 @@ class Twins:
         self.outs: dict[Any, Any] = {}
 
     def churn(self) -> None:
-        """Some requests leave, and others come."""
         chance = self.chance
         for _ in range(min(len(self.held), chance.choice([0, 0, 0, 1, 1, 3, 6]))):
             slot = self.held.pop(chance.randrange(len(self.held)))
@@ -144,7 +138,6 @@ class Late:
     """A sampler whose stages are all compiled, and what it captures."""
 
     def __init__(self) -> None:
-        """A warm-up asked for mode ``greedy`` and did not wait."""
         self.sampler = Sampler(V, 4, backend="eager", buckets=[2, 4])
         self.backend: RecordingBackend = replay_recordings(self.sampler)
         stages: Any = SimpleNamespace(are_settled=True, status=lambda: None, compares=False, lacks_kernels=False)
@@ -156,7 +149,6 @@ class Late:
         self.plan = self.sampler.plan([self.sampler.add_request(SamplingParams(temperature=0.0)) for _ in range(2)])
 
     def captures_after(self, steps: int) -> int:
-        """How many graphs there are after some steps more."""
         for _ in range(steps):
             drawn = self.sampler.sample(self.plan, self.logits, self.positions)
             assert drawn.tolist() == self.logits.argmax(-1).tolist()

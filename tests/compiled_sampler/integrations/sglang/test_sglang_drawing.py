@@ -17,7 +17,7 @@ from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.functional import warmup
 from compiled_sampler.modes import MAX_VOCAB_SIZE
 from tests.engines.sglang_engine import KINDS, LAWS, TOP_K_ALL, batch_info, engine, outputs_of
-from tests.no_waits import no_waits
+from tests.torch_states import no_waits
 
 VOCAB = 64
 ROWS = len(LAWS)
