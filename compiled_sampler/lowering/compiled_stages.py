@@ -372,7 +372,9 @@ def zeros_like(results: Any) -> Any:
 
 def _shapes_of(stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> tuple[Any, ...]:
     """What distinguishes calls of stages: everything but the numbers in their tensors."""
-    return stage, *static.items(), *map(shape, leaves(tensors))
+    given = [*leaves(tensors)]
+    device = next(leaf.device for leaf in given if leaf is not None)  # functions share stages between devices
+    return stage, device, *static.items(), *map(shape, given)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import functools
 import re
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,16 @@ from compiled_sampler.lowering.inductor.compilation import Compiled, Options, co
 from compiled_sampler.lowering.inductor.disk_cache import claimed, load, path_of, store
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
 from compiled_sampler.lowering.inductor.versions import is_known
-from compiled_sampler.lowering.layouts import TABLES, TensorSpec, is_far, layout, leaves, table_layouts, unshared
+from compiled_sampler.lowering.layouts import (
+    TABLES,
+    TensorSpec,
+    copies,
+    is_far,
+    layout,
+    leaves,
+    table_layouts,
+    unshared,
+)
 from compiled_sampler.lowering.tuning import Stage, is_hand_written, tuning_of
 from compiled_sampler.pipeline.schedule import is_gpu
 
@@ -47,7 +57,7 @@ class StageCode(NamedTuple):
     """Rows for which Inductor tunes."""
     device: torch.device
     key: tuple[Any, ...]
-    """Stage, static arguments, class of row counts and layouts of the tensors."""
+    """Stage, device, static arguments, class of row counts and layouts of the tensors."""
 
     @classmethod
     def of(cls, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> StageCode:
@@ -58,7 +68,7 @@ class StageCode(NamedTuple):
         far = any(map(is_far, present))
         hint = rows if far else tuning_of(stage).rows_hint(rows, device, static.get("block", 0))
         classes = far or hint, *(launch_class(rows) if is_hand_written(stage) else ())
-        key = stage, *static.items(), *classes, *map(layout, given), *table_layouts(tensors)
+        key = stage, device, *static.items(), *classes, *map(layout, given), *table_layouts(tensors)
         return cls(stage, tensors, static, hint, device, key)
 
     def portable(self) -> StageCode:
@@ -80,7 +90,7 @@ class StageCode(NamedTuple):
         # Torch does so by a hash of the graph that was traced and of its constants.
         if is_hand_written(self.stage) or any(isinstance(each, CustomEdits) for each in self.static.values()):
             return None
-        return path_of(self.stage, self.device, self._options(exact), *self.key[1:])
+        return path_of(self.stage, self.device, self._options(exact), *self.key[2:])
 
     def check_not_capturing(self) -> None:
         """Refuse to compile within a capture, which compilation would break."""
@@ -94,8 +104,10 @@ class StageCode(NamedTuple):
 
     def is_on_disk(self, exact: Options) -> bool:
         """Whether the stage is there, or is one that is never kept."""
-        path = self.path(exact)
-        return path is None or path.exists()
+        with suppress(OSError):  # a file system that fails for a moment
+            path = self.path(exact)
+            return path is None or path.exists()
+        return False
 
     def found_or_compiled(self, exact: Options) -> Compiled:
         """The stage from disk, after another process that compiles it, or compiled now and kept there."""
@@ -124,7 +136,8 @@ class StageCode(NamedTuple):
             self.stage(*tree_map_only(torch.Tensor, torch.zeros_like, tensors), **self.static)
             return self.hand_written()
         if tuning.writes:
-            tensors = unshared(tensors, are_read=not is_known())
+            # on an unknown torch the stage runs on them
+            tensors = unshared(tensors, are_read=False) if is_known() else unshared(copies(tensors), are_read=True)
         with tuned_kernels(tuning, self.hint, self.static.get("block", 0), on_gpu=on_gpu):
             return compiled(_specialised(self.stage, self.static), tensors, self.hint, self._options(exact))
 

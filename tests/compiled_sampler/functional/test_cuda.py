@@ -44,6 +44,14 @@ def test_rows_of_all_kinds_have_the_bits_of_the_cpu(count, backend):
     assert torch.equal(probs(logits.cuda(), **options).cpu(), law)
 
 
+def test_calls_of_the_cpu_and_of_a_gpu_with_the_same_shapes_have_code_of_their_own():
+    logits, drawn_by = rows(4), noise(PARAMS[:4])
+    wanted = sample(logits, **drawn_by, vocab_size=V, backend="compiled")
+    for _ in range(2):
+        assert same(sample(logits.cuda(), **on_gpu(drawn_by), vocab_size=V, backend="compiled"), wanted)
+    assert same(sample(logits, **drawn_by, vocab_size=V, backend="compiled"), wanted)
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_captured_call_waits_for_nothing_and_reads_its_tensors_at_each_replay(name):
     count = 6

@@ -13,6 +13,7 @@ from torch import Tensor
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.exact.threshold import order_keys
 from compiled_sampler.lowering import compiled_stages, stage_code
+from compiled_sampler.lowering.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
 from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode
 from compiled_sampler.passes.candidates import all_coarser
@@ -55,6 +56,17 @@ def test_the_callers_tensors_are_not_marked():
     attributes = dict(vars(x))
     CompiledStages()(multiplied, x, factor=2)
     assert vars(x) == attributes
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_code_for_one_device_gets_no_tensors_of_another(rows, monkeypatch):
+    """Functions share their stages between devices: kernels for a CPU got addresses of a GPU."""
+    run, x = CompiledStages(), torch.randn(rows, 5)
+    run(multiplied, x, factor=2)
+    monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
+    monkeypatch.setenv(PROCESSES_VARIABLE, "0")
+    assert run(multiplied, x.to("meta"), factor=2).is_meta
+    assert run.num_uncompiled_calls == 1
 
 
 def test_options_are_passed_and_the_global_ones_left_alone(compiling):

@@ -36,6 +36,12 @@ def test_the_error_inside_a_capture_names_all_that_a_warm_up_can_be_told():
     assert "logits" in named & {*inspect.signature(Sampler.bind).parameters}
 
 
+def test_a_file_system_that_fails_for_a_moment_has_no_stage():
+    code = StageCode.of(order_maxima, (torch.zeros(3, 70),), {"vocab_size": 70, "block": 64})
+    with mock.patch.object(Path, "exists", side_effect=OSError("stale file handle")):
+        assert not code.is_on_disk(EXACT_OPTIONS)
+
+
 V, ROWS, WIDTH = 129, 3, 2
 EVERY_EDIT = {name: value for given in OF_EDIT.values() for name, value in given.items()} | {"watermark_tokens": 2}
 LAWS = [{"temperature": 0.0}, {}, {"top_p": 0.9}, EVERY_EDIT]

@@ -16,6 +16,8 @@ from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.virtualized import V as virtualized
 
 from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.core.stage import call
+from compiled_sampler.edits.changes import EditedTokens, take_back
 from compiled_sampler.lowering import stage_code
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
 from compiled_sampler.lowering.inductor import compilation, disk_cache, layout_guards, versions
@@ -118,6 +120,19 @@ def test_on_an_unknown_torch_a_stage_that_does_not_compile_runs_eager():
             assert torch.equal(run(scaled, x, factor=2), scaled(x, factor=2))
         assert torch.equal(run(scaled, x, factor=3), scaled(x, factor=3))
     assert run.status().eager_stages == {"scaled": "it fails with TypeError: no argument fullgraph"}
+
+
+@pytest.mark.usefixtures("unknown_torch")
+def test_on_an_unknown_torch_a_stage_that_writes_does_so_once_in_the_call_that_compiles_it():
+    """It is compiled by a run, which wrote into the caller's tensors."""
+    ids, numbers = torch.tensor([[1], [2], [3]], dtype=torch.int32), torch.full((3, 1), 5, dtype=torch.int32)
+    restored = []
+    for run in (call, CompiledStages()):
+        bits = torch.zeros(3, 10, dtype=torch.int32)
+        run(take_back, bits, EditedTokens(ids, numbers))
+        restored.append(bits)
+    assert torch.equal(*restored)
+    assert restored[0].any()
 
 
 @pytest.mark.usefixtures("unknown_torch")
