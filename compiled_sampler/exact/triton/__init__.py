@@ -86,11 +86,11 @@ def rows_of_program(num_rows: int, weighs: bool) -> int:
     return 1 if weighs or num_rows <= FEW_ROWS else GROUP
 
 
-def part_tiles(vocab_size: int, num_rows: int, *, weighs: bool) -> int:
+def part_tiles(vocab_size: int, num_rows: int, tile: int = TILE, *, weighs: bool) -> int:
     """Tiles of a part of a row, so that all programs run at once, unless parts would be long to race again."""
     rows = -(-num_rows // rows_of_program(num_rows, weighs))
     parts = next((count for count in _PARTS if count * rows <= _RACING), _PARTS[-1])
-    return -(-vocab_size // (TILE * parts))
+    return -(-vocab_size // (tile * parts))
 
 
 def num_parts(vocab_size: int, num_rows: int, *, weighs: bool) -> int:

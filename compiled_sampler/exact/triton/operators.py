@@ -51,7 +51,6 @@ from compiled_sampler.exact.triton import (
     TILE,
     list_capacity,
     list_stride,
-    num_parts,
     part_tiles,
     rows_of_program,
 )
@@ -135,8 +134,10 @@ def empty_search(top_ks: Tensor, vocab_size: int) -> Search:
 
 def empty_parts(top_ks: Tensor, vocab_size: int, *, weighs: bool) -> tuple[Tensor, int]:
     """Memory for the winner of each part of a row ``[R, parts]``, and the tiles of a part."""
-    parts = num_parts(vocab_size, top_ks.shape[0], weighs=weighs)
-    return top_ks.new_empty((top_ks.shape[0], parts)), part_tiles(vocab_size, top_ks.shape[0], weighs=weighs)
+    tile = _RACE_DEPTH * _RACE_LANES
+    tiles = part_tiles(vocab_size, top_ks.shape[0], tile, weighs=weighs)
+    num_parts = triton.cdiv(vocab_size, tiles * tile)
+    return top_ks.new_empty((top_ks.shape[0], num_parts)), tiles
 
 
 def launch_race(
