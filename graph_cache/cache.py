@@ -98,8 +98,8 @@ class GraphCache:
             TypeError: no tensor, or another dtype.
             ValueError: an unknown input, another device, a shorter tail.
         """
+        self._routes.forget()  # first: an interrupt in between must leave none to another tensor
         self._statics.bind(input_name, tensor)
-        self._routes.forget()
 
     def bind_out(self, name: str, out: Results) -> None:
         """Let variants of a callable that are captured from now on write ``out`` in place; a reference to it is kept.
@@ -114,8 +114,8 @@ class GraphCache:
         Raises:
             ValueError: an unknown name.
         """
-        self._statics.bind_out(name, out)
         self._routes.forget()
+        self._statics.bind_out(name, out)
 
     def unbind(self, input_name: str | None = None) -> None:
         """Drop a binding and its reference, or those of all inputs and results; variants stay, unused, until evicted.
@@ -123,8 +123,8 @@ class GraphCache:
         Raises:
             ValueError: the input is unknown or not bound.
         """
-        self._statics.unbind(input_name)
         self._routes.forget()
+        self._statics.unbind(input_name)
 
     generation: Any = property(attrgetter("_routes.generation"))  # asked for in every step: no frame of Python
     """Changes when variants or bindings come or go, after which no route from before may be used."""
@@ -177,13 +177,16 @@ class GraphCache:
         """Capture the variant that is made for such a batch, unless it is held; whether it is held now.
 
         Arguments and errors as for ``run``, and a CaptureError as for ``warmup``. None is captured for a batch of more
-        rows than the largest bucket, nor while the current stream is being captured.
+        rows than the largest bucket or with more than ``most_copied`` to copy, nor in a capture.
         """
         registration = self._registry.named(name)
-        bucket = self.ladder.bucket_for(checked_rows(registration.inputs, tensors, rows, self.device))
+        num_rows = checked_rows(registration.inputs, tensors, rows, self.device)
+        bucket = self.ladder.bucket_for(num_rows)
         if not bucket or self._backend is None or self._is_capturing():
             return False
         bound, bound_out = self._in_place(name, tensors, out)
+        if copied_bytes(registration, tensors, num_rows, bound) > registration.most_copied:
+            return False
         matched = {input_name: self._statics.bindings[input_name] for input_name in bound}
         key = keys_of(name, registration.inputs, matched, bound_out, bucket)[0]
         if key not in self._variants:

@@ -67,7 +67,7 @@ class CudaBackend:
             graph = torch.cuda.CUDAGraph()
             try:
                 self._record(graph, work, self._pool)
-            except Exception:
+            except BaseException:
                 self._abandon(graph, self._pool)
                 raise
             return graph.replay
@@ -98,7 +98,7 @@ class CudaBackend:
         if self._stream is None:
             make_stream: Any = torch.cuda.Stream  # untyped in torch
             self._stream = make_stream(self.device)
-        cause: Exception | None = None
+        cause: BaseException | None = None
         try:
             # The outer context restores the stream: the inner one does not when ending the capture raises.
             with (
@@ -108,7 +108,7 @@ class CudaBackend:
             ):
                 try:
                     work()
-                except Exception as error:
+                except BaseException as error:
                     cause = error
                     raise
         except Exception as error:

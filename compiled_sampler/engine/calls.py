@@ -39,8 +39,7 @@ class Calls:
         """What launches the step of all calls which a check and the choice of a variant cannot tell from this one."""
         # Launches of another ``generation`` are forgotten, with the graphs that they hold.
         if self._generation != self._runner.generation:
-            self._launches.clear()
-            self._count, self._generation = 0, self._runner.generation
+            self.forget()
         try:
             fields = tensors if out is None else (*tensors, *out)
             if out is not None and isinstance(fields[-1], tuple):  # logprobs of ``out``
@@ -64,11 +63,15 @@ class Calls:
         # checks all arguments and chooses the step
         launch = resolve()
         if self._count >= MOST_CALLS:
-            self._launches.clear()
-            self._count = 0
+            self.forget()
         self._launches.setdefault(full_key, []).append((alike(present), launch))
         self._count += 1
         return launch
+
+    def forget(self) -> None:
+        """Drop all launches, with the graphs that they hold: one destroyed in an engine's capture would end that."""
+        self._launches.clear()
+        self._count, self._generation = 0, self._runner.generation
 
 
 def without_ring(out: Any) -> Any:

@@ -621,10 +621,12 @@ class Sampler(RequestHolder):
         for name, tensor in given.items():
             check_bound_numbers(name, tensor, self.device)
         self._runner.bind(given if logits is None else {"logits": logits, **given}, out)
+        self._calls.forget()
 
     def unbind(self) -> None:
         """Drop all that ``bind`` was given, and the variants that were captured for it."""
         self._runner.unbind()
+        self._calls.forget()
 
     def bind_logits(self, buffer: Tensor | None) -> None:
         """``bind(logits=buffer)``; None is ``unbind()``."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import torch
-
 from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.boundary.arguments import check_progress
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
@@ -31,9 +29,7 @@ def warmup(progress: Progress | None = None) -> None:
         progress: called as ``progress(done, total, label)`` for each stage that is ready.
     """
     check_progress(progress)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with _shared_stages().precompiling(device, progress):
-        pass  # no further steps
+    _shared_stages().compile_all(progress)
 
 
 @functools.cache

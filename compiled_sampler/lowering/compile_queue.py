@@ -61,8 +61,9 @@ class WantedStage:
     """Without tensors."""
     settled: Settled | None = None
     """Called by a thread when the stage is no longer queued."""
-    state: Literal["eager", "queued", "ready", "failed", "due"] = "eager"
-    """Compiled if "ready", else run in eager torch; a call warns once of "failed", and the next one compiles "due"."""
+    state: Literal["eager", "queued", "ready", "failed", "refused", "due"] = "eager"
+    """Compiled if "ready", else run in eager torch; a call warns once of "failed", and the next one compiles "due".
+    What did not compile in its caller's thread is "refused" until the next warm-up."""
     reason: str = ""
     """Why it is in eager torch."""
     compiled: Compiled | None = None
@@ -113,8 +114,9 @@ class CompileQueue:
             for wanted in stages:
                 wanted.state, wanted.reason = ("queued", "") if number else ("eager", NO_PROCESS)
             if number:
+                # what waits may be a GPU's, whose memory allows fewer processes
+                self._most_threads = min(number, self._most_threads) if self._waiting else number
                 self._waiting.extendleft(reversed(stages)) if first else self._waiting.extend(stages)
-                self._most_threads = number
                 self._head_start = 0.0 if first else _HEAD_START_ON_GPU if is_gpu(device) else _HEAD_START_SECONDS
                 self._start_threads()
                 self.lock.notify_all()

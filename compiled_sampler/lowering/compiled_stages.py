@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -109,11 +109,12 @@ class CompiledStages:
         """Run a stage compiled for its static arguments, its class of row counts, and the layout of its tensors."""
         # The class is that of the tensor with the most rows; tensors of a single row are compiled as such. The first
         # call of a class decides how Inductor tunes its kernels: make it with row_class rows.
-        if self._listing is not None:
-            return self._list(self._listing, stage, tensors, static)
+        listing = self._listing
+        if listing is not None:
+            return self._list(listing, stage, tensors, static)
         if self._runs_as_is(stage):
             if is_hand_written(stage):
-                StageCode.of(stage, tensors, static).check_not_capturing()  # the host waits for what stands in for it
+                return in_torch(StageCode.of(stage, tensors, static))(*tensors)
             return without_kernels(stage, *tensors, **static)
         shapes = _shapes_of(stage, tensors, static)
         found = self._called.get(shapes)
@@ -139,7 +140,8 @@ class CompiledStages:
     @property
     def lacks_kernels(self) -> bool:
         """Whether torch stands in for hand-written kernels that do not compile, so that nothing can be captured."""
-        return any(map(is_hand_written, self._eager))
+        refused = (each.code.stage for each in [*self._wanted.values()] if each.state == "refused")
+        return any(map(is_hand_written, (*self._eager, *refused)))
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """What two chains return, the first from a second stream; a CUDA graph that records both lets them overlap."""
@@ -177,12 +179,18 @@ class CompiledStages:
             yield
         finally:
             self._listing = None
+        self.compile_all(progress, listing.longest_first(), waits=waits)
+
+    def compile_all(
+        self, progress: Progress | None = None, listed: Sequence[StageCode] = (), *, waits: bool = True
+    ) -> None:
+        """Compile in parallel what is listed and what was ever called, also what failed before; or ask for it."""
+        self._called.clear()  # what runs in eager torch
         if self.compares:  # on the tensors of their next call, which compiles them
             for wanted in self._wanted.values() if waits else ():
                 wanted.state = "due" if wanted.compiled is None else wanted.state
-            self._called.clear()
             return
-        codes = {code.key: code for code in (*listing.longest_first(), *(each.code for each in self._wanted.values()))}
+        codes = {code.key: code for code in (*listed, *(each.code for each in self._wanted.values()))}
         missing, done = [code for code in codes.values() if not self._is_ready(code)], 0
 
         def settled(wanted: WantedStage) -> None:
@@ -274,6 +282,8 @@ class CompiledStages:
                 code.check_not_capturing()  # Inductor may time kernels at their first run
                 wanted.has_run = True
             found = compiled.function
+        elif wanted is not None and wanted.state == "refused" and self._at_calls != "loads":
+            found = in_torch(code)
         elif self.compiles_at_calls or self._at_calls or (wanted is not None and wanted.state == "due"):
             found = self._compile(code)
         else:
@@ -295,7 +305,7 @@ class CompiledStages:
             if wanted.state == "queued":
                 QUEUE.wake()
             elif wanted.state == "ready":
-                del self._called[shapes]
+                self._called.pop(shapes, None)  # another thread may have been here
                 return self(code.stage, *tensors, **code.static)
             elif wanted.state == "failed":
                 wanted.state = "eager"  # warned of once
@@ -348,7 +358,11 @@ class CompiledStages:
             raise
         except Exception as error:
             reason = fault_of(error)
-        if reason:
+            before = known or WantedStage(code.portable())  # its code for other numbers of rows stays
+            self._wanted[code.key] = replace(before, settled=None, state="refused", reason=reason)
+            self._warn(code.stage, reason)
+            return in_torch(code)
+        if reason:  # it differs, and so may its other forms
             self._eager[code.stage] = reason
             self._warn(code.stage, reason)
             return in_torch(code)
@@ -357,8 +371,16 @@ class CompiledStages:
 
 
 def in_torch(code: StageCode) -> Callable[..., Any]:
-    """A stage in eager torch."""
-    return functools.partial(without_kernels, code.stage, **code.static)
+    """A stage in eager torch; what stands in for kernels of our own is not captured, as the host waits for it."""
+    code, eager = code._replace(tensors=()), functools.partial(without_kernels, code.stage, **code.static)
+    if not is_hand_written(code.stage):
+        return eager
+
+    def run(*tensors: Any) -> Any:
+        code.check_not_capturing()
+        return eager(*tensors)
+
+    return run
 
 
 def zeros_like(results: Any) -> Any:

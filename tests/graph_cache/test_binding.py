@@ -1,9 +1,13 @@
 """The caller's tensors, read in place."""
 
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
 from graph_cache import Binding, GraphCache, VariantKey, keys
+from graph_cache.buffers import StaticTensors
 from tests.graph_cache.recorded import RecordingBackend, Spied, batch, cache_of, expected, same_bits
 
 
@@ -131,3 +135,19 @@ def test_a_binding_keeps_its_tensor_alive():
     assert identity is not None
     taken = [torch.zeros(8, 5) for _ in range(50)]
     assert identity[0].data_ptr not in {each.data_ptr() for each in taken}
+
+
+def test_an_interrupt_within_a_binding_leaves_no_route_to_the_tensor_before():
+    first, second = torch.randn(8, 5), torch.randn(8, 5)
+    cache, _ = bound_cache(first)
+    cache.run("score", {**batch(2), "logits": first[:2]})
+    bind = StaticTensors.bind
+
+    def interrupted(self: StaticTensors, *given: Any) -> None:
+        bind(self, *given)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(StaticTensors, "bind", interrupted), pytest.raises(KeyboardInterrupt):
+        cache.bind("logits", second)
+    tensors = {**batch(2), "logits": second[:2]}
+    assert same_bits(cache.run("score", tensors), expected(tensors))

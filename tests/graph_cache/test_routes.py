@@ -211,3 +211,10 @@ def test_a_callable_without_variants_of_its_own_is_replayed_whatever_is_copied(b
     tensors = plain(3)
     assert same_bits(cache.run("plain", tensors), expected({**tensors, "shift": torch.full((3,), 3)}))
     assert backend.num_replays == 1
+
+
+def test_no_variant_is_captured_for_a_batch_that_a_direct_call_would_serve(backend):
+    cache = GraphCache("cpu", (8,), backend=backend)
+    cache.register("score", Spied(), SPECS, most_copied=0)
+    assert not cache.capture_for("score", batch(2))
+    assert (cache.statistics().variants, cache.statistics().buffer_bytes) == (0, 0)

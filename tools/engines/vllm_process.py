@@ -252,7 +252,7 @@ class Engine:
             return None
         from compiled_sampler.integrations.vllm import plugin
 
-        state = self.runner.sampler._stock if self.is_v2 else plugin._INSTALLED.runners[self.runner]._sampler.engine
+        state = self.runner.sampler._stock if self.is_v2 else plugin.state_of(self.runner)._sampler.engine
         engine = state._engine if self.is_v2 else state
         return engine.sampler.statistics().lowering
 

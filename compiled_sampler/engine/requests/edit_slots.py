@@ -93,18 +93,21 @@ class EditSlots:
 
         What the user's edits keep by slot begins on the device at once.
         """
-        before = self._words.pop(slot, 0)
+        # Nothing is noted before all is made: after an interrupt the slot's next request must still reset these words.
+        before = self._words.get(slot, 0)
         if slot in self._pending:
             before = max(before, len(self._pending[slot][0]))
         if not edits:
             if before:
                 self._pending[slot] = self._layout.row_of(_NEUTRAL, (), 0, False, before), None
+                self._words.pop(slot, None)
             return
-        words = self._words[slot] = self._layout.num_words_of(edits)
+        words = self._layout.num_words_of(edits)
         begins = bool(reading(edits))
         row = self._layout.row_of(params, edits, len(prompt), begins, max(words, before))
         text = Text(self._without_foreign((*prompt, *output)), len(prompt)) if begins else None
         self._pending[slot] = row, text
+        self._words[slot] = words
         self.custom.states.begin(slot, [name for name, _ in params.custom])
 
     def served(self, names: Collection[str]) -> tuple[str, ...]:

@@ -134,7 +134,7 @@ def empty_search(top_ks: Tensor, vocab_size: int) -> Search:
 
 def empty_parts(top_ks: Tensor, vocab_size: int, *, weighs: bool) -> tuple[Tensor, int]:
     """Memory for the winner of each part of a row ``[R, parts]``, and the tiles of a part."""
-    tile = _RACE_DEPTH * _RACE_LANES
+    tile = _RACE_DEPTH * _RACE_LANES  # TILE, but in tests of shorter parts
     tiles = part_tiles(vocab_size, top_ks.shape[0], tile, weighs=weighs)
     num_parts = triton.cdiv(vocab_size, tiles * tile)
     return top_ks.new_empty((top_ks.shape[0], num_parts)), tiles

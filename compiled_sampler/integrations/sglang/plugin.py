@@ -100,7 +100,7 @@ def copied(copy: Any, info: Any) -> None:
 def request_seed(request: Any, salt: int) -> int:
     """The seed of a request, in [-2**63, 2**63): its own, or of its id."""
     given = request.sampling_params.sampling_seed
-    return int(given) if given is not None else as_int64(seed_of(request.rid, salt))
+    return as_int64(int(given) if given is not None else seed_of(request.rid, salt))
 
 
 def from_text(text: str) -> str | None:

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from compiled_sampler.integrations.vllm.versions import check_version
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
+_STATE = "_compiled_sampler_state"  # of a V1 runner: a table of ours by runners would keep each alive, as states do
 
 
 class _Installed:
@@ -25,7 +26,7 @@ class _Installed:
     def __init__(self) -> None:
         self.settings: Settings | None = None
         self.originals: list[tuple[Any, str, Callable[..., Any]]] = []
-        self.runners: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # of V1, each with its RunnerState
+        self.runners: WeakSet[Any] = WeakSet()  # of V1, each with its RunnerState
         self.counts_v2: Counter[str] = Counter()
 
     def replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -46,9 +47,17 @@ class _Installed:
             self.originals.append((model_runner, name, getattr(model_runner, name)))
             setattr(model_runner, name, kind)
 
+    def hold(self, runner: Any, state: Any) -> None:
+        """Give a runner of V1 its RunnerState."""
+        setattr(runner, _STATE, state)
+        self.runners.add(runner)
+
     def restore(self) -> None:
         while self.originals:
             setattr(*self.originals.pop())
+        for runner in self.runners:
+            delattr(runner, _STATE)
+        self.runners.clear()
 
 
 _INSTALLED = _Installed()
@@ -98,7 +107,6 @@ def uninstall() -> None:
     """Have vLLM draw again as it did, and unset the environment variable; engines with a V2 runner keep our sampler."""
     _INSTALLED.restore()
     _INSTALLED.settings = None
-    _INSTALLED.runners.clear()
     _INSTALLED.counts_v2.clear()
     os.environ.pop(VARIABLE, None)
 
@@ -110,9 +118,14 @@ def statistics() -> dict[str, int]:
     """
     total: Counter[str] = Counter({"batches": 0, "stock_batches": 0})
     total.update(_INSTALLED.counts_v2)
-    for state in _INSTALLED.runners.values():
-        total.update(state.counts)
+    for runner in _INSTALLED.runners:
+        total.update(state_of(runner).counts)
     return dict(total)
+
+
+def state_of(runner: Any) -> Any:
+    """The RunnerState of a runner of V1; None for one that draws as it did."""
+    return getattr(runner, _STATE, None)
 
 
 def _install(settings: Settings) -> None:
@@ -148,7 +161,7 @@ def _checked_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(self: Any, *args: Any, **given: Any) -> None:
         original(self, *args, **given)
         if not self.is_pooling_model:
-            _INSTALLED.runners[self] = RunnerState(self, _settings())
+            _INSTALLED.hold(self, RunnerState(self, _settings()))
 
     return init
 
@@ -157,7 +170,7 @@ def _drawn(original: Callable[..., Any]) -> Callable[..., Any]:
     """``_sample`` of a runner; one that was there before the adapter draws as it did."""
 
     def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        state = _INSTALLED.runners.get(self)
+        state = state_of(self)
         output = None if state is None else state.draw(logits, spec_decode_metadata)
         return original(self, logits, spec_decode_metadata) if output is None else output
 
@@ -170,7 +183,7 @@ def _warmed_runner(original: Callable[..., Any]) -> Callable[..., Any]:
     # vLLM's GPU worker calls it first where it measures the memory that is left for the KV cache, so that ours counts.
     def run(self: Any, hidden_states: Any) -> Any:
         output = original(self, hidden_states)
-        state = _INSTALLED.runners.get(self)
+        state = state_of(self)
         is_nothing = isinstance(output, Tensor) and not len(output)  # from a model that is an encoder alone
         if state is not None and not is_nothing:
             state.warm_up(hidden_states)
@@ -184,7 +197,7 @@ def _warmed_worker(original: Callable[..., Any]) -> Callable[..., Any]:
     from vllm.distributed.parallel_state import get_pp_group
 
     def warm_up(self: Any) -> Any:
-        state = _INSTALLED.runners.get(self.model_runner)
+        state = state_of(self.model_runner)
         if state is not None and get_pp_group().is_last_rank:
             state.warm_up(self.model_runner._dummy_run(1)[1])
         return original(self)

@@ -242,3 +242,14 @@ def test_modes_have_names_of_their_own():
     for base in ("top_k", "all"):
         names = [mode.name for mode in mode_table(V, base)]
         assert len(set(names)) == len(names)  # a known call is looked up by the name of its mode
+
+
+def test_a_graph_of_tensors_that_are_no_longer_bound_is_not_kept_for_the_next_call():
+    """It would be destroyed by that call, perhaps inside an engine's own capture, which it would end."""
+    sampler, first, positions = sampler_of("graph"), torch.randn(R, V), torch.arange(R)
+    sampler.bind(logits=first)
+    sampler.warmup(modes=["full"])
+    sampler.sample(sampler.plan([0, 1, 2, 3]), first, positions)
+    assert sampler._calls._launches
+    sampler.bind(logits=torch.randn(R, V))
+    assert not sampler._calls._launches

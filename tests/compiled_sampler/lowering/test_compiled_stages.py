@@ -111,6 +111,38 @@ def test_a_stage_that_cannot_be_one_graph_runs_eager_and_others_compiled():
     assert torch.equal(run(multiplied, x, factor=2), x * 2)
 
 
+@pytest.mark.usefixtures("compiling")
+def test_a_form_that_fails_once_leaves_the_others_compiled_and_is_compiled_by_the_next_warm_up():
+    """As where memory was short: the stage ran in eager torch for good, and on a GPU nothing was captured any more."""
+    run, one, many = CompiledStages(), torch.randn(1, 5), torch.randn(4, 5)
+    run(multiplied, many, factor=2)
+    with (
+        mock.patch.object(stage_code, "compiled", side_effect=MemoryError("planted")),
+        pytest.warns(StageWarning, match="MemoryError: planted"),
+    ):
+        run(multiplied, one, factor=2)
+    assert run.status().eager_stages == {"multiplied": "it fails with MemoryError: planted"}
+    with mock.patch.object(compiled_stages, "without_kernels", side_effect=AssertionError("in eager torch")):
+        assert torch.equal(run(multiplied, many, factor=2), many * 2)
+        assert torch.equal(run(multiplied, many[:3], factor=2), many[:3] * 2)
+    run.compile_all()
+    assert run.status().eager_stages == {}
+    with mock.patch.object(compiled_stages, "without_kernels", side_effect=AssertionError("in eager torch")):
+        assert torch.equal(run(multiplied, one, factor=2), one * 2)
+
+
+def test_two_threads_may_meet_a_stage_that_is_ready(monkeypatch):
+    """The second one found no entry of the call to delete."""
+    monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
+    monkeypatch.setenv(PROCESSES_VARIABLE, "0")
+    run, x = CompiledStages(), torch.randn(4, 5)
+    run(multiplied, x, factor=2)
+    (eager,) = run._called.values()  # as both have it
+    run.compile_all()
+    for _ in range(2):
+        assert torch.equal(eager(x), x * 2)
+
+
 def test_a_warmup_whose_compilers_cannot_be_imported_leaves_all_stages_eager_and_says_why(monkeypatch):
     """As where torch can make no cache directory, which it does when it is imported."""
     monkeypatch.setattr(compiled_stages, "set_up_compilers", mock.Mock(side_effect=OSError("no cache directory")))

@@ -3,12 +3,14 @@
 import math
 import random
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
 from compiled_sampler import RowStatus, Sampler, SamplingParams, Verification
 from compiled_sampler.engine import step_runner
+from compiled_sampler.engine.requests.edit_slots import RowLayout
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from tests.builders.edits import (
     BOUNDED_EDITS,
@@ -294,3 +296,19 @@ def test_edits_without_a_history_and_requests_that_stand_twice_are_refused():
         sampler.sample(*call, token_bitmask=torch.ones(1, 5))
     with pytest.raises(ValueError, match=r"token_bitmask must be \[1, >= 5\]"):
         sampler.sample(*call, token_bitmask=torch.ones(1, 4).int())
+
+
+@pytest.mark.parametrize("interrupted", ["row_of", "num_words_of"])
+@pytest.mark.parametrize("edits", [{"logit_bias": {7: 50.0}}, {"allowed_token_ids": [7]}], ids=["bias", "allowed"])
+def test_an_interrupted_request_leaves_no_edits_of_the_one_before_to_the_next(edits, interrupted):
+    sampler = Sampler(97, 2, backend="eager", history_len=32)
+    first = sampler.add_request(SamplingParams(temperature=0.0, **edits))
+    sampler.sample(sampler.plan([first]), torch.randn(1, 97), torch.tensor([3]))
+    sampler.remove_request(first)
+    with mock.patch.object(RowLayout, interrupted, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        sampler.add_request(SamplingParams(frequency_penalty=0.5))
+    plain = sampler.add_request(SamplingParams(temperature=0.0))
+    edited = sampler.add_request(SamplingParams(temperature=0.0, **{**edits, "logit_bias": {1: 1.0}}))
+    logits = torch.zeros(2, 97)
+    logits[:, 3] = 0.5
+    assert sampler.sample(sampler.plan([plain, edited]), logits, torch.tensor([3, 3])).token_ids[0] == 3

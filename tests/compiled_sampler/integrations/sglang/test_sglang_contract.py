@@ -125,6 +125,13 @@ def batch_of(seeds: dict[str, int | None], top_k: int = TOP_K_ALL) -> Any:
     return SamplingBatchInfo.from_schedule_batch(SimpleNamespace(reqs=requests(seeds, top_k), device="cpu"), 64)
 
 
+@pytest.mark.parametrize(("seed", "wanted"), [(7, 7), (2**63, -(2**63)), (2**64 - 1, -1), (-1, -1)])
+def test_a_seed_beyond_int64_is_taken_modulo(plugin: Any, seed: int, wanted: int) -> None:
+    """It raised for its whole batch, which ends SGLang's scheduler."""
+    request = SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed), rid="a")
+    assert plugin.request_seed(request, 0) == wanted
+
+
 def test_a_batch_of_sglang_brings_seeds_that_stay_with_its_rows(plugin: Any, config: SimpleNamespace) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry
 

@@ -1,7 +1,9 @@
 """What the adapter expects of vLLM, held to the classes of the one that is installed; its warm-up at a start."""
 
+import gc
 import inspect
 import os
+import weakref
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from types import SimpleNamespace
@@ -224,7 +226,7 @@ def test_the_cpu_worker_warms_up_before_the_engine_serves(
     monkeypatch.setattr(CPUWorker, "compile_or_warm_up_model", lambda self: order.append(f"{len(warmed)} warmed"))
     of_worker = Runner(order)
     install(backend="eager")
-    plugin._INSTALLED.runners[of_worker] = RunnerState(runner(), Settings(backend="eager"))
+    plugin._INSTALLED.hold(of_worker, RunnerState(runner(), Settings(backend="eager")))
     CPUWorker.compile_or_warm_up_model(SimpleNamespace(model_runner=of_worker))
     CPUWorker.compile_or_warm_up_model(SimpleNamespace(model_runner=Runner(order)))  # was there before the adapter
     assert order == ["1 row", "1 warmed", "1 warmed"]
@@ -237,10 +239,26 @@ def test_a_model_that_is_an_encoder_alone_is_not_warmed_up(
     monkeypatch.setattr(GPUModelRunner, "_dummy_sampler_run", lambda self, hidden_states: torch.tensor([]))
     of_worker = Runner([])
     install(backend="eager")
-    plugin._INSTALLED.runners[of_worker] = RunnerState(runner(), Settings(backend="eager"))
+    plugin._INSTALLED.hold(of_worker, RunnerState(runner(), Settings(backend="eager")))
     assert not len(GPUModelRunner._dummy_sampler_run(of_worker, torch.zeros(3, HIDDEN)))
     uninstall()
     assert warmed == []
+
+
+def test_a_runner_is_freed_with_its_engine_and_counted_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(self: Any) -> None:
+        self.__dict__.update(vars(runner()), is_pooling_model=False)
+
+    monkeypatch.setattr(GPUModelRunner, "__init__", init)
+    install(backend="eager")
+    made: Any = GPUModelRunner()
+    plugin.state_of(made).counts["batches"] = 3
+    assert plugin.statistics()["batches"] == 3
+    freed = weakref.ref(made)
+    del made
+    gc.collect()
+    assert freed() is None
+    assert plugin.statistics()["batches"] == 0
 
 
 def test_elsewhere_the_runner_does_behind_vllms_own_sampler(
@@ -257,7 +275,7 @@ def test_elsewhere_the_runner_does_behind_vllms_own_sampler(
     of_worker, before = Runner(order), CPUWorker.compile_or_warm_up_model
     install(backend="eager")
     assert CPUWorker.compile_or_warm_up_model is before
-    plugin._INSTALLED.runners[of_worker] = RunnerState(runner(), Settings(backend="eager"))
+    plugin._INSTALLED.hold(of_worker, RunnerState(runner(), Settings(backend="eager")))
     assert GPUModelRunner._dummy_sampler_run(of_worker, torch.zeros(3, HIDDEN)) == "made"
     assert GPUModelRunner._dummy_sampler_run(Runner(order), torch.zeros(3, HIDDEN)) == "made"
     assert order == ["0 warmed", "1 warmed"]
