@@ -245,13 +245,14 @@ def test_a_model_that_is_an_encoder_alone_is_not_warmed_up(
     assert warmed == []
 
 
-def test_a_runner_is_freed_with_its_engine_and_counted_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(self: Any) -> None:
-        self.__dict__.update(vars(runner()), is_pooling_model=False)
-
-    monkeypatch.setattr(GPUModelRunner, "__init__", init)
+def test_a_runner_is_freed_with_its_engine_and_counted_until_then() -> None:
     install(backend="eager")
-    made: Any = GPUModelRunner()
+
+    class OfEngine:
+        is_pooling_model = False
+        __init__ = plugin._checked_init(lambda self: vars(self).update(vars(runner())))
+
+    made: Any = OfEngine()
     plugin.state_of(made).counts["batches"] = 3
     assert plugin.statistics()["batches"] == 3
     freed = weakref.ref(made)
