@@ -27,12 +27,12 @@ from compiled_sampler.core.filters import (
 )
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import key_float, order_key, pack, packed_id, packed_key, row_logits
-from compiled_sampler.core.rows import RowParams, RowSlots
+from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
 from compiled_sampler.core.stage import holds
 from compiled_sampler.exact.triton import triton_operator
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, in_blocks
 from compiled_sampler.passes.candidates import largest, number
-from compiled_sampler.passes.maxima import kept_in_kernel, rows_of_blocks
+from compiled_sampler.passes.maxima import kept_in_kernel, largest_of_live, rows_of_blocks
 
 _ENOUGH = 4096  # tokens within which most filters end; for the other rows all tokens are sorted
 
@@ -102,7 +102,10 @@ def flag_exceeding_rows(
     """Parameters and largest logit of each row, and the rows that certainly keep more tokens than the candidates."""
     # A block weighs at least as much as its first token, and no token weighs more than 2**MASS_BITS: if the cut of
     # top-p on the sum of these lower bounds exceeds C times that weight, C tokens cannot reach it.
-    rows, row_max = rows_of_blocks(keys, row_slots, stream=stream)
+    rows = gather_rows(row_slots, stream=stream)
+    # rows.live, which is read last, and not the slots: a kernel that ends sooner lets the race of 32 rows take all
+    # multiprocessors before the candidates' second level, 63 us instead of 57 for top-p 0.99 on an H200
+    row_max = largest_of_live(keys, rows.live)
     least = exp2_mass(scaled_logits(key_float(keys), row_max[:, None], rows.scale[:, None])).sum(-1)
     alone = rows.live & (rows.top_k >= max(vocab_size, capacity + 1)) & (rows.min_p_log2 == float("-inf"))
     return FlaggedRows(rows, row_max, alone & (mass_cut(rows.top_p, least) > capacity << MASS_BITS))

@@ -128,6 +128,7 @@ class StageTuning:
 
 
 _ONE_ROW = Tile(256, 4, 1)  # a row a thread block; eight warps take a fifth longer, of 512 rows
+_NO_REDUCTION = Tile(128, 4)  # not timed: by chance 8 rows of k 50 + p .9 took 17.9 or 19.4 us
 _TWO_ROWS = Tile(128, 4)  # two rows a thread block, where a row is one element of the kernel's output
 # a level of candidates in one kernel
 _ONE_LEVEL = StageTuning(tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True)
@@ -166,14 +167,16 @@ TUNING: Mapping[Stage, StageTuning] = {
     maxima.mass_units: StageTuning(tile=_TWO_ROWS),
     candidates.all_coarser: StageTuning(tile=Tile(1024, 4), overlap_rows=ALWAYS, shared_by_row_classes=True),
     candidates.all_blocks: StageTuning(overlap_rows=ALWAYS),
-    candidates.child_blocks: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
+    candidates.child_blocks: StageTuning(
+        tile=_NO_REDUCTION, tile_of_one_row=_NO_REDUCTION, overlap_rows=ALWAYS, shared_by_row_classes=True
+    ),
     candidates.child_tokens: StageTuning(tile=Tile(1024, 4), overlap_rows=ALWAYS, shared_by_row_classes=True),
     candidates.choose_blocks: _ONE_LEVEL,
     candidates.choose_child_blocks: _ONE_LEVEL,
     candidates.choose_child_tokens: _ONE_LEVEL,
     candidates.sort: StageTuning(tile=Tile(128, 2), overlap_rows=ALWAYS, same_by_row_classes=True),
     candidates.rank: StageTuning(tile=Tile(4096, 4), overlap_rows=ALWAYS),
-    candidates.place: StageTuning(overlap_rows=ALWAYS),
+    candidates.place: StageTuning(tile=_NO_REDUCTION, tile_of_one_row=_NO_REDUCTION, overlap_rows=ALWAYS),
     candidates.choose: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
     candidates.select: StageTuning(opaque=True),
     race.draw_from_candidates: StageTuning(warps_of_few_rows=1, overlap_rows=ALWAYS, shared_by_row_classes=True),

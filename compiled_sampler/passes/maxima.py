@@ -186,15 +186,15 @@ def row_nan_bits(nan_bits: Tensor, width: int) -> Tensor:
 def rows_of_blocks(keys: Tensor, row_slots: RowSlots, *, stream: int) -> tuple[RowParams, Tensor]:
     """``gather_rows`` and the largest logit of each row, float32 ``[R]``, from order keys ``[R, B]`` of its blocks."""
     rows = gather_rows(row_slots, stream=stream)
-    return rows, _largest_of_live(keys, row_slots.slots >= 0)
+    return rows, largest_of_live(keys, row_slots.slots >= 0)
 
 
 def mass_units(keys: Tensor, row_slots: RowSlots) -> tuple[Tensor, Tensor]:
     """The largest logit and the scale of each row, float32 ``[R]`` each, which define the unit of its masses."""
-    return _largest_of_live(keys, row_slots.slots >= 0), row_slots.table.scale[row_slots.slots.clamp(min=0)]
+    return largest_of_live(keys, row_slots.slots >= 0), row_slots.table.scale[row_slots.slots.clamp(min=0)]
 
 
-def _largest_of_live(keys: Tensor, live: Tensor) -> Tensor:
+def largest_of_live(keys: Tensor, live: Tensor) -> Tensor:
     """The largest logit of each row, in the kernel that gathers its parameters; -inf for padding."""
     return kept_in_kernel(live, largest_logit(keys), float("-inf"))
 
