@@ -25,7 +25,7 @@ class PinnedRing:
         self._half = max(1, min(_MOST_SENT, _MOST_BYTES // max(4 * size, 1)) // 2)  # entries of each half
         self._entry = 0
         self._events: list[Any] = [None, None]  # recorded when all entries of a half were sent; untyped in torch
-        self._memory: Any = None  # pinned, a row for each entry; and the same as bytes
+        self._memory: Any = None  # pinned, ``size`` words for each entry; and the same as bytes
         self._bytes = memoryview(b"")
 
     def send(self, words: bytes | memoryview, target: Tensor) -> None:
@@ -38,9 +38,9 @@ class PinnedRing:
         if not entry % self._half:
             self._turn()
         self._entry = (entry + 1) % (2 * self._half)
-        start = entry * self._size * _WORD.itemsize
-        self._bytes[start : start + size] = words
-        target.copy_(self._memory[entry, : size // _WORD.itemsize], non_blocking=True)
+        first, item = entry * self._size, _WORD.itemsize
+        self._bytes[first * item : first * item + size] = words
+        target.copy_(self._memory[first : first + size // item], non_blocking=True)
 
     def _turn(self) -> None:
         """Go on to the other half, in new memory if the device has not yet read what that half held."""
@@ -51,7 +51,7 @@ class PinnedRing:
             event.record(torch.cuda.current_stream(self._device))
         is_behind = self._events[half] is not None and not self._events[half].query()
         if self._memory is None or is_behind:
-            self._memory = torch.empty(2 * self._half, self._size, dtype=_WORD, device="cpu", pin_memory=True)
+            self._memory = torch.empty(2 * self._half * self._size, dtype=_WORD, device="cpu", pin_memory=True)
             self._bytes = self._memory.numpy().data.cast("B")
             self._events = [None, None]
         self._events[half] = None
@@ -87,6 +87,7 @@ class HostMirror:
         self._ring = PinnedRing(num_words, device)
         self._num_taken = 0
         self._first, self._end = num_words, 0  # of the words that the device lacks
+        self._sent: tuple[int, int, Tensor] = (0, 0, self.there[:0])  # the last that were, mostly those of each step
 
     @staticmethod
     def aligned(num_words: int) -> int:
@@ -129,5 +130,8 @@ class HostMirror:
         if not is_replayed and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("words of a mirror must not be pending inside a capture, which would freeze them")
         size = _WORD.itemsize
-        self._ring.send(self._bytes[first * size : end * size], self.there[first:end])
+        if self._sent[:2] != (first, end):
+            with torch.inference_mode(False):
+                self._sent = first, end, self.there[first:end]
+        self._ring.send(self._bytes[first * size : end * size], self._sent[2])
         self._first, self._end = len(self.here), 0  # only now: where it fails, a later upload tries again

@@ -44,8 +44,7 @@ class Line(NamedTuple):
 def lines(results: Path) -> list[Line]:
     """A line for each case that a peer was measured for, from the stored files of a folder."""
     peers = stored_peers()
-    files = (results / "bench.json", results / "bench_verify.json")
-    cells = [cell for path in files for cell in cells_of(json.loads(path.read_text()))]
+    cells = cells_of(json.loads((results / "bench.json").read_text()))
     cases: dict[str, list[tuple[Cell, float]]] = {}
     for cell in sorted(cells, key=lambda cell: cell.rows):
         if fastest := peers.fastest(cell):

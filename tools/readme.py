@@ -68,6 +68,8 @@ def replays(measured: dict[str, Any]) -> str:
     """A table of microseconds of the GPU: what a cell's kernels take, and what the sampler's own replay takes."""
     cells = [cell for cell in cells_of(measured) if cell.replay_us is not None]
     times = {(cell.case, cell.rows): f"{cell.us:.1f} / {cell.replay_us:.1f}" for cell in cells}
+    if not times:
+        return NOT_MEASURED
     return f"{_by_rows(times, sorted({cell.rows for cell in cells}))}\n\n{measured_with(measured)}"
 
 
@@ -153,7 +155,7 @@ def generated(results: Path) -> dict[str, str]:
         ("determinism", "determinism.json", partial(compared_paths, what="rows")),
         ("streams", "streams.json", partial(compared_paths, what="requests")),
         ("host", "host.json", host),
-        ("replays", "bench_replays.json", replays),
+        ("replays", "bench.json", replays),
         ("edits", "edits_h100.json", additions.rendered),
         ("logprobs", "logprobs_h100.json", additions.rendered),
         ("conformance", "conformance.json", conformance.rendered),
@@ -161,8 +163,8 @@ def generated(results: Path) -> dict[str, str]:
     ):
         path = results / file
         parts[name] = render(json.loads(path.read_text())) if path.exists() else NOT_MEASURED
-    files = [path for path in (results / "bench.json", results / "bench_verify.json") if path.exists()]
-    cells, peers = [cell for path in files for cell in cells_of(json.loads(path.read_text()))], stored_peers()
+    path = results / "bench.json"
+    cells, peers = cells_of(json.loads(path.read_text())) if path.exists() else [], stored_peers()
     for name, show in (("peers", compared), ("peers_verify", partial(compared, verifies=True))):
         parts[name] = show(cells, peers) if any(map(peers.beside, cells)) else NOT_MEASURED
     return parts

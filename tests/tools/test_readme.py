@@ -62,7 +62,7 @@ def test_parts_are_written_from_the_results_files_and_a_missing_one_is_said_to_b
 
 def test_replays_stand_beside_the_kernels_where_they_were_measured(tmp_path: Path, arguments: list[str]) -> None:
     measured = {**cell("greedy", 1, 2.04), "replay_us": 5.66}
-    store(tmp_path, bench_replays={**ENVIRONMENT, "table": [measured, cell("greedy", 8, 4.5)]})
+    store(tmp_path, bench={**ENVIRONMENT, "table": [measured, cell("greedy", 8, 4.5)]})
     readme.main(arguments)
     assert "| case | B=1 |\n| --- | ---: |\n| greedy | 2.0 / 5.7 |\n" in text_of(tmp_path)
 

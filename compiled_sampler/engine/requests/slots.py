@@ -12,7 +12,8 @@ import math
 import os
 import struct
 from collections.abc import Sequence
-from itertools import repeat
+from functools import reduce
+from operator import itemgetter, or_
 from typing import NamedTuple, NoReturn
 
 import numpy as np
@@ -263,9 +264,11 @@ class SlotState:
         if len(slots) > FEW:
             needs = int(np.bitwise_or.reduce(self._needs.take(numbers_of(words) + 2, mode="clip")))
         else:
-            needs = 0
-            for of_slot in {*map(self._needs_of.get, slots, repeat(_FREE))}:
-                needs |= of_slot
+            try:
+                kinds = {*itemgetter(-1, -1, *slots)(self._needs_of)}  # a tuple, of two keys at least
+            except KeyError:
+                kinds = {_FREE}
+            needs = reduce(or_, kinds)
         if needs & _FREE:
             raise no_request(*next(pair for pair in enumerate(slots) if pair[1] not in self._needs_of))
         return needs
