@@ -65,6 +65,12 @@ def overlap(
     return (first(), second()) if overlapped is None else overlapped(device, first, second)
 
 
+def steady_rows(run: Run, rows: Tensor) -> Tensor:
+    """Rows ``[R, n]`` as they lie or, where a ``run`` would be made for one row stride too many, a copy."""
+    steadied = getattr(run, "steady_rows", None)
+    return rows if steadied is None else steadied(rows)
+
+
 def any_row(run: Run, flags: Tensor) -> bool:
     """Whether any row is flagged, so that the host can skip a chain of stages that no row needs."""
     # Reading the answer waits for the flags, so only CPU schedules call it: a CUDA graph records one chain for all

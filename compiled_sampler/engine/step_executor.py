@@ -20,7 +20,7 @@ from compiled_sampler.batch import (
     VerifyOutputs,
 )
 from compiled_sampler.core.rows import idle_status
-from compiled_sampler.core.stage import Run, fuses
+from compiled_sampler.core.stage import Run, fuses, steady_rows
 from compiled_sampler.edits.recording import record_drafts, record_draws, record_ends
 from compiled_sampler.engine.definition import drawn_by_definition, probabilities_by_definition, verified_by_definition
 from compiled_sampler.engine.drafts import DraftCache
@@ -82,6 +82,7 @@ class StepExecutor:
         **edit_tensors: Tensor,
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
+        logits = steady_rows(self._run, logits.detach() if logits.requires_grad else logits)
         if self._shard is not None and not self._takes_columns(step):
             logits = self._shard.whole_rows(logits, step.mode.vocab_size, self._run)
             if proposals is not None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleInputs, SampleOutputs
+from compiled_sampler.core.stage import steady_rows
 from compiled_sampler.engine.boundary.tensors import empty_outputs
 from compiled_sampler.functional.arguments import (
     FloatOrRows,
@@ -86,7 +87,7 @@ def sample(
         return empty_outputs(SampleOutputs, 0, form.device)
     rows, row_positions = parameter_rows(static, parameters, count, form.device, run)
     draws = draw_index_rows(draw_index, count, form.device)
-    inputs = SampleInputs(logits, rows.slots, row_positions, rows.table, draw_index=draws)
+    inputs = SampleInputs(steady_rows(run, logits), rows.slots, row_positions, rows.table, draw_index=draws)
     drawn = sample_step(static, inputs, run, None if shard is None else drawing_in(shard))
     return run(marked, drawn, rows.slots)
 
@@ -117,4 +118,5 @@ def probs(
     if not count:
         return empty_outputs(ProbabilityOutputs, form.vocab_size, form.device).probabilities
     rows, row_positions = parameter_rows(static, parameters, count, form.device, run)
-    return probability_step(static, SampleInputs(logits, rows.slots, row_positions, rows.table), run).probabilities
+    inputs = SampleInputs(steady_rows(run, logits), rows.slots, row_positions, rows.table)
+    return probability_step(static, inputs, run).probabilities

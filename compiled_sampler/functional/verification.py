@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import VerifyInputs, VerifyOutputs
+from compiled_sampler.core.stage import steady_rows
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_rows, check_tensor, empty_outputs
 from compiled_sampler.engine.drafts import in_sampler_dtype
 from compiled_sampler.functional.arguments import (
@@ -165,6 +166,7 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, parameters: Param
     run, (count, width) = run_of(backend), draft_token_ids.shape
     if not count:
         return empty_outputs(VerifyOutputs, width + 1, form.device, of_trees=parents is not None)
+    target = steady_rows(run, target)
     requests, first_positions = parameter_rows(mode, parameters, count, form.device, run)
     tokens = draft_token_ids.to(torch.int64)
     counts = torch.full_like(first_positions, width) if num_drafts is None else num_drafts.to(torch.int64)

@@ -137,6 +137,17 @@ def test_one_row_may_have_any_strides(reference):
     assert sampler.statistics().direct_runs == 0
 
 
+@pytest.mark.parametrize("backend", ["eager", "graph"])
+def test_results_keep_no_gradient_of_the_logits(backend):
+    """Logprobs of steps without a graph had one, and so the memory of the model's backward pass."""
+    sampler, logits = sampler_of(backend), torch.randn(3, V, requires_grad=True)
+    plan = sampler.plan([0, 1, 2], mode="full")
+    for of in ("raw", "processed"):
+        out = sampler.sample(plan, logits, torch.arange(3), logprobs=Logprobs(top=2, of=of))
+        assert out.logprobs is not None
+        assert not any(each.requires_grad for each in out.logprobs if isinstance(each, Tensor))
+
+
 # Drafts.
 
 

@@ -143,6 +143,21 @@ def test_two_threads_may_meet_a_stage_that_is_ready(monkeypatch):
         assert torch.equal(eager(x), x * 2)
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_of_many_strides_take_the_forms_of_a_few(rows, monkeypatch):
+    """``logits[:, -1]`` of each further prompt length ran in eager torch, and had stages compiled of its own."""
+    monkeypatch.setattr(compiled_stages, "_MOST_ROW_STRIDES", 1)
+    sampler, reference = Sampler(V, 4, backend="compiled"), shared_sampler(V, backend="eager")
+    for length in range(1, 6):
+        logits = torch.randn(rows, length, V)[:, -1]
+        before = logits.clone()
+        # contiguous rows and those of the first further stride are compiled for; one row is always contiguous
+        with nothing_compiles() if length > (2 if rows > 1 else 1) else nullcontext():
+            out = drawn(sampler, [REQUESTS["greedy"]] * rows, logits)
+        assert same(out, drawn(reference, [REQUESTS["greedy"]] * rows, before))
+        assert torch.equal(logits, before)
+
+
 def test_a_warmup_whose_compilers_cannot_be_imported_leaves_all_stages_eager_and_says_why(monkeypatch):
     """As where torch can make no cache directory, which it does when it is imported."""
     monkeypatch.setattr(compiled_stages, "set_up_compilers", mock.Mock(side_effect=OSError("no cache directory")))
