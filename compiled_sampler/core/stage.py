@@ -66,7 +66,7 @@ def overlap(
 
 
 def steady_rows(run: Run, rows: Tensor) -> Tensor:
-    """Rows ``[R, n]`` as they lie or, where a ``run`` would be made for one row stride too many, a copy."""
+    """Rows ``[R, n]``, or a contiguous copy of rows that lie apart, for whose stride a ``run`` has no stages."""
     steadied = getattr(run, "steady_rows", None)
     return rows if steadied is None else steadied(rows)
 

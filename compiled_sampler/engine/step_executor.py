@@ -82,18 +82,21 @@ class StepExecutor:
         **edit_tensors: Tensor,
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
-        logits = steady_rows(self._run, logits.detach() if logits.requires_grad else logits)
+        logits, proposals = detached(logits), None if proposals is None else detached(proposals)
         if self._shard is not None and not self._takes_columns(step):
             logits = self._shard.whole_rows(logits, step.mode.vocab_size, self._run)
             if proposals is not None:
                 proposals = self._shard.whole_rows(proposals, step.mode.vocab_size, self._run)
+        logits = steady_rows(self._run, logits)
+        proposals = None if proposals is None else steady_rows(self._run, proposals)
         table, edits, stops, noise, logprobs = self.table_of(step), None, None, None, None
         if step.edits:
             noise = self._edits.noise(step.edits)
             if step.has_tokens:
                 stops = self._edits.stops
             if not step.mode.from_probabilities:
-                edits = self._edits.inputs(step.edits, edit_tensors, self._logprobs.processed_scale)
+                given = {name: detached(tensor) for name, tensor in edit_tensors.items()}
+                edits = self._edits.inputs(step.edits, given, self._logprobs.processed_scale)
         if step.logprobs is not None:
             logprobs = self._logprobs.inputs(step.logprobs, logits.shape[0])
         rows: dict[str, Any] = {"logits": logits, "slots": slots, "positions": positions, "table": table}
@@ -170,6 +173,11 @@ class StepExecutor:
     def _record(self, stage: Callable[..., Any], *rows: Any, **static: Any) -> Any:
         """Write tokens of each row into the history, and return what the stage tells of the rows."""
         return self._run(stage, *self._edits.history.memory, *rows, **static)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """A tensor without a history of gradients; the very tensor where it has none."""
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def in_int64(inputs: Inputs) -> Inputs:

@@ -104,8 +104,7 @@ def flag_exceeding_rows(
     # top-p on the sum of these lower bounds exceeds C times that weight, C tokens cannot reach it.
     rows = gather_rows(row_slots, stream=stream)
     # rows.live, which is read last, and not the slots: a kernel that ends sooner lets the race of 32 rows take all
-    # multiprocessors before the candidates' second level, 63 us instead of 57 for top-p 0.99 on an H200; in a process
-    # with many streams it takes 63 either way
+    # multiprocessors before the candidates' second level, 63 us instead of 57 in a process of few streams on an H200
     row_max = largest_of_live(keys, rows.live)
     least = exp2_mass(scaled_logits(key_float(keys), row_max[:, None], rows.scale[:, None])).sum(-1)
     alone = rows.live & (rows.top_k >= max(vocab_size, capacity + 1)) & (rows.min_p_log2 == float("-inf"))

@@ -166,7 +166,7 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, parameters: Param
     run, (count, width) = run_of(backend), draft_token_ids.shape
     if not count:
         return empty_outputs(VerifyOutputs, width + 1, form.device, of_trees=parents is not None)
-    target = steady_rows(run, target)
+    target, proposals = steady_rows(run, target), None if proposals is None else steady_rows(run, proposals)
     requests, first_positions = parameter_rows(mode, parameters, count, form.device, run)
     tokens = draft_token_ids.to(torch.int64)
     counts = torch.full_like(first_positions, width) if num_drafts is None else num_drafts.to(torch.int64)

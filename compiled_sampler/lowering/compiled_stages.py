@@ -36,7 +36,6 @@ COMPARISON_VARIABLE = "COMPILED_SAMPLER_KNOWN_ANSWERS"
 """The environment variable that is 1 where stages are compared with eager torch, also on a torch that is known."""
 
 _MOST_CALLS = 4096  # shapes of calls that are remembered
-_MOST_ROW_STRIDES = 4
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,6 @@ class CompiledStages:
         self._called: dict[Any, Callable[..., Any]] = {}
         self._eager: dict[Stage, str] = {}
         self._warned: set[str] = set()
-        self._row_strides: set[int] = set()  # of several rows, other than contiguous ones have
         self._listing: Listing | None = None
         self._at_calls = ""  # or "compiles" or "loads": what the first call of a stage does
         QUEUE.users.add(self)
@@ -146,17 +144,12 @@ class CompiledStages:
         return any(map(is_hand_written, (*self._eager, *refused)))
 
     def steady_rows(self, rows: Tensor) -> Tensor:
-        """``stage.steady_rows``: each row stride takes stages of its own, so that only the first few keep theirs."""
-        # logits[:, -1] of a model has another row stride with each length of the prompts
+        """``stage.steady_rows``: stages are compiled for each row stride, of which padded rows have one."""
+        # logits[:, -1] of a model has another row stride for each length of the prompts
         length, stride = rows.shape[1], rows.stride(0)
-        if stride == length or stride in self._row_strides:
-            return rows
-        if rows.shape[0] == 1:  # contiguous() would return it as it is
+        if rows.shape[0] == 1 and stride != length:  # contiguous() would return it as it is
             return rows.as_strided((1, length), (length, 1))
-        if len(self._row_strides) < _MOST_ROW_STRIDES:
-            self._row_strides.add(stride)
-            return rows
-        return rows.contiguous()
+        return rows.contiguous() if stride >= 2 * length else rows
 
     def overlap(self, device: torch.device, first: Callable[[], Any], second: Callable[[], Any]) -> Any:
         """What two chains return, the first from a second stream; a CUDA graph that records both lets them overlap."""

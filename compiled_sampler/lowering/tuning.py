@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     """Elements that are reduced at once; of blocks in slices, the elements of one slice."""
     warps: int
     least: int = 2
-    """Reductions that are done at once at least."""
+    """Reductions that are done at once at least; 0 for a stage without any, whose thread blocks have ``elements``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class StageTuning:
 
 
 _ONE_ROW = Tile(256, 4, 1)  # a row a thread block; eight warps take a fifth longer, of 512 rows
-_NO_REDUCTION = Tile(128, 4)  # not timed: by chance 8 rows of k 50 + p .9 took 17.9 or 19.4 us
+_NO_REDUCTION = Tile(128, 4, 0)  # or 256, as Inductor chose by chance: 8 rows of k 50 + p .9 took 17.9 or 19.4 us
 _TWO_ROWS = Tile(128, 4)  # two rows a thread block, where a row is one element of the kernel's output
 # a level of candidates in one kernel
 _ONE_LEVEL = StageTuning(tile=_ONE_ROW, overlap_rows=ALWAYS, shared_by_row_classes=True, fuses_everything=True)

@@ -265,7 +265,7 @@ class SlotState:
             needs = int(np.bitwise_or.reduce(self._needs.take(numbers_of(words) + 2, mode="clip")))
         else:
             try:
-                kinds = {*itemgetter(-1, -1, *slots)(self._needs_of)}  # a tuple, of two keys at least
+                kinds = {*itemgetter(-1, -1, *slots)(self._needs_of)}  # a tuple of two at least; padding needs 0
             except KeyError:
                 kinds = {_FREE}
             needs = reduce(or_, kinds)

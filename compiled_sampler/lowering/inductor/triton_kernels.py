@@ -17,20 +17,23 @@ _POLICY = re.compile(r", eviction_policy='\w+'")
 _WAIT, _LAUNCH = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
 _VALUE = re.compile(r"(tmp\d+) = (.*)")
 _READ = re.compile(r"\b(?:_?tmp\w*|(?:in|out|in_out)_ptr\d+)\b")
-_WITHOUT_REDUCTION = {"XBLOCK": 128, "num_warps": 4, "num_stages": 1}  # of 128 and 256 Inductor takes either, by chance
 _LONGEST = 4096  # elements of one reduction that a thread block holds in registers
 
 
 class FixedTiles(InductorChoices):
-    """Inductor's choices, but each reduction is held in registers whole, in tiles of a given size; nothing is timed."""
+    """Inductor's choices, but for reductions: each is held in registers whole, in tiles of a given size.
+
+    A tile for a stage without reductions gives the elements of a thread block. What has a tile is not timed.
+    """
 
     def __init__(self, tile: Tile) -> None:
         self._tile = tile
 
     def triton_kernel_kwargs(self, kernel_cls: Any, features: Any, groups: Any, kernel_kwargs: Any) -> Any:
         """What a kernel is made with; here a tiling instead of several to time."""
-        if not features.is_reduction():
-            return {**kernel_kwargs, "fixed_config": FixedTritonConfig(_WITHOUT_REDUCTION)}
+        if not self._tile.least and not features.is_reduction():
+            config = {"XBLOCK": self._tile.elements, "num_warps": self._tile.warps, "num_stages": 1}
+            return {**kernel_kwargs, "fixed_config": FixedTritonConfig(config)}
         if not self.should_use_persistent_reduction(features, False):
             return kernel_kwargs
         width = 1 << (int(features.reduction_numel) - 1).bit_length()

@@ -1,5 +1,6 @@
 """Compiled stages: the options that keep their bits, what is compiled apart, and nothing after the warm-up."""
 
+import itertools
 import random
 import re
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
+from compiled_sampler.core.stage import call, steady_rows
 from compiled_sampler.exact.threshold import order_keys
 from compiled_sampler.lowering import compiled_stages, stage_code
 from compiled_sampler.lowering.compile_queue import PROCESSES_VARIABLE
@@ -143,19 +145,31 @@ def test_two_threads_may_meet_a_stage_that_is_ready(monkeypatch):
         assert torch.equal(eager(x), x * 2)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_rows_of_many_strides_take_the_forms_of_a_few(rows, monkeypatch):
+def test_rows_that_lie_apart_take_the_stages_of_contiguous_ones():
     """``logits[:, -1]`` of each further prompt length ran in eager torch, and had stages compiled of its own."""
-    monkeypatch.setattr(compiled_stages, "_MOST_ROW_STRIDES", 1)
     sampler, reference = Sampler(V, 4, backend="compiled"), shared_sampler(V, backend="eager")
-    for length in range(1, 6):
+    padded = torch.randn(3, V + 8)[:, :V]
+    for rows, wide in ((1, padded[:1]), (3, padded), (3, padded.clone())):  # what is compiled for
+        drawn(sampler, [REQUESTS["greedy"]] * rows, wide)
+    for length, rows in itertools.product(range(1, 6), (1, 3, 1)):
         logits = torch.randn(rows, length, V)[:, -1]
         before = logits.clone()
-        # contiguous rows and those of the first further stride are compiled for; one row is always contiguous
-        with nothing_compiles() if length > (2 if rows > 1 else 1) else nullcontext():
+        with nothing_compiles():
             out = drawn(sampler, [REQUESTS["greedy"]] * rows, logits)
+            drawn(sampler, [REQUESTS["greedy"]] * rows, padded[:rows])
         assert same(out, drawn(reference, [REQUESTS["greedy"]] * rows, before))
         assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("stride", [0, 5, 7, 9, 10, 15])
+def test_rows_are_copied_where_they_lie_apart_alone(stride):
+    rows = torch.randn(40).as_strided((3, 5), (stride, 1))
+    steady = steady_rows(CompiledStages(), rows)
+    assert torch.equal(steady, rows)
+    assert (steady is rows) == (stride < 10)
+    one = steady_rows(CompiledStages(), rows[:1])
+    assert (one.stride(), one.data_ptr()) == ((5, 1), rows.data_ptr())
+    assert steady_rows(call, rows) is rows
 
 
 def test_a_warmup_whose_compilers_cannot_be_imported_leaves_all_stages_eager_and_says_why(monkeypatch):
