@@ -29,7 +29,7 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from compiled_sampler.functional import probs, sample
-from compiled_sampler.functional.backend import run_of
+from compiled_sampler.functional.functions import run_of
 from compiled_sampler.integrations.engine_interface import seed_of
 from compiled_sampler.integrations.transformers import versions
 from compiled_sampler.integrations.transformers.requests import sorted_processors
