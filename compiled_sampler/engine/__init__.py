@@ -10,8 +10,7 @@ Modules and folders, from the entry point down::
     step_executor  StepExecutor: a step on tensors, also by the definition; what it leaves in history and draft cache
     step           Step: one callable of the graph cache, and what it reads
     drafts         drafts that were drawn: handles, and the cache of their logits
-    plan           Plan: a batch and the mode that serves it
-    plan_checks    checks of a caller's plan: its kind, its edits, its buffers
+    plan           Plan: a batch and the mode that serves it; checks of its kind, its edits and its buffers
     requests       what is held by slot: parameters, edits, histories
     boundary       checks of all else that a caller passes: arguments, tensors, ``out``
 """
