@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graph_cache.copies import copy_tensors
+from graph_cache.buffers import copy_tensors
 from graph_cache.keys import Binding, BucketLadder, OutBinding, VariantKey, keys_of
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import (

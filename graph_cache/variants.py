@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graph_cache.buffers import HostInput, InputBuffer, OutputBuffers, StaticTensors
+from graph_cache.buffers import HostInput, InputBuffer, OutputBuffers, StaticTensors, copy_tensors
 from graph_cache.capture import CaptureBackend, Replay
-from graph_cache.copies import copy_tensors
 from graph_cache.keys import VariantKey
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Registration, Results, first_rows, rows_used
