@@ -29,8 +29,7 @@ Modules, from the entry point down::
 
     cache       GraphCache: register, bind, warmup, run, evict, statistics
     routes      which variant serves a batch, and the counts of runs
-    variants    captured callables, CaptureError
-    capture     the CUDA backend that captures them
+    capture     captured callables, CaptureError; the CUDA backend that captures them
     buffers     inputs, outputs and bound tensors that graphs read and write; copies of several tensors in few launches
     mirror      numbers of the host: what changed goes to the device in one copy
     keys        buckets, bindings, keys of variants
@@ -39,12 +38,11 @@ Modules, from the entry point down::
 
 from graph_cache.buffers import copy_tensors
 from graph_cache.cache import GraphCache
-from graph_cache.capture import CaptureBackend, CudaBackend
+from graph_cache.capture import CaptureBackend, CaptureError, CudaBackend
 from graph_cache.keys import Binding, BucketLadder, VariantKey
 from graph_cache.mirror import HostMirror, PinnedRing, part_of
 from graph_cache.registry import BufferSpec, tensor_of
 from graph_cache.routes import CacheStatistics
-from graph_cache.variants import CaptureError
 
 __all__ = [
     "Binding",
