@@ -29,23 +29,20 @@ Modules, from the entry point down::
 
     cache       GraphCache: register, bind, warmup, run, evict, statistics
     routes      which variant serves a batch, and the counts of runs
-    variants    captured callables, CaptureError
-    capture     the CUDA backend that captures them
-    buffers     inputs, outputs and bound tensors that graphs read and write
+    capture     captured callables, CaptureError; the CUDA backend that captures them
+    buffers     inputs, outputs and bound tensors that graphs read and write; copies of several tensors in few launches
     mirror      numbers of the host: what changed goes to the device in one copy
-    copies      copies of several tensors in few launches
     keys        buckets, bindings, keys of variants
     registry    callables and the layouts of their inputs, checks of a caller's tensors
 """
 
+from graph_cache.buffers import copy_tensors
 from graph_cache.cache import GraphCache
-from graph_cache.capture import CaptureBackend, CudaBackend
-from graph_cache.copies import copy_tensors
+from graph_cache.capture import CaptureBackend, CaptureError, CudaBackend
 from graph_cache.keys import Binding, BucketLadder, VariantKey
 from graph_cache.mirror import HostMirror, PinnedRing, part_of
 from graph_cache.registry import BufferSpec, tensor_of
 from graph_cache.routes import CacheStatistics
-from graph_cache.variants import CaptureError
 
 __all__ = [
     "Binding",

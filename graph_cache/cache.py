@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from graph_cache.buffers import StaticTensors
-from graph_cache.capture import CaptureBackend, CudaBackend
+from graph_cache.capture import CaptureBackend, CudaBackend, Progress, Variant, capture_variant
 from graph_cache.keys import BucketLadder, OutBinding, VariantKey, keys_of, out_matches
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Inputs, Registry, Results, check_out, checked_rows
 from graph_cache.routes import Batch, CacheStatistics, Route, Routes, copied_bytes
-from graph_cache.variants import Progress, Variant, capture_variant
 
 Out = TypeVar("Out", bound=tuple[Tensor, ...])
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from graph_cache.copies import copy_tensors
+from graph_cache.buffers import copy_tensors
+from graph_cache.capture import Variant
 from graph_cache.keys import Binding, BucketLadder, OutBinding, VariantKey, keys_of
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import (
@@ -26,7 +27,6 @@ from graph_cache.registry import (
     rows_used,
     tensor_of,
 )
-from graph_cache.variants import Variant
 
 Run = Callable[[Mapping[str, Given], int, Results | None], Results]
 """``run(tensors, R, out)``: the results of a batch, in ``out`` unless that is None."""

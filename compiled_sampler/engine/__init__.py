@@ -7,12 +7,10 @@ Modules and folders, from the entry point down::
     verifier       Verifier: checks and runs verifications, at the width of a prepared step
     calls          Calls: what was checked and chosen for calls like this one; the frames of a call that is known
     step_runner    StepRunner: eager, compiled or captured steps; warmup; what Sampler.statistics returns
-    step_executor  StepExecutor: a step on tensors; what it leaves in history and draft cache
-    definition     the results of steps on the backend "reference"
+    step_executor  StepExecutor: a step on tensors, also by the definition; what it leaves in history and draft cache
     step           Step: one callable of the graph cache, and what it reads
     drafts         drafts that were drawn: handles, and the cache of their logits
-    plan           Plan: a batch and the mode that serves it
-    plan_checks    checks of a caller's plan: its kind, its edits, its buffers
+    plan           Plan: a batch and the mode that serves it; checks of its kind, its edits and its buffers
     requests       what is held by slot: parameters, edits, histories
     boundary       checks of all else that a caller passes: arguments, tensors, ``out``
 """

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 
 from compiled_sampler.engine.step_runner import Launch, StepRunner
-from compiled_sampler.lowering.inductor.layout_guards import alike
+from compiled_sampler.lowering.inductor.versions import alike
 
 MOST_CALLS = 1024  # an engine whose logits are new tensors each step brings new addresses
 

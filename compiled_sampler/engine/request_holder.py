@@ -20,8 +20,14 @@ from compiled_sampler.engine.boundary.arguments import (
     sum_and_width,
     words_of_counts,
 )
-from compiled_sampler.engine.plan import Plan, PlanOrigin
-from compiled_sampler.engine.plan_checks import check_once, check_plan_buffers, check_replaced, check_served
+from compiled_sampler.engine.plan import (
+    Plan,
+    PlanOrigin,
+    check_once,
+    check_plan_buffers,
+    check_replaced,
+    check_served,
+)
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.slots import (
     SlotState,

@@ -25,8 +25,8 @@ from compiled_sampler.engine.boundary.tensors import (
 )
 from compiled_sampler.engine.calls import Calls, without_ring
 from compiled_sampler.engine.drafts import ONE_HOT, Draft, DraftCache, Proposals, in_sampler_dtype
-from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.plan_checks import (
+from compiled_sampler.engine.plan import (
+    Plan,
     check_has_boundary,
     check_has_drafts,
     check_has_positions,

@@ -33,8 +33,8 @@ from compiled_sampler.engine.drafts import (
     in_sampler_dtype,
     proposals_of,
 )
-from compiled_sampler.engine.plan import Plan
-from compiled_sampler.engine.plan_checks import (
+from compiled_sampler.engine.plan import (
+    Plan,
     check_counts_fit,
     check_has_boundary,
     check_has_drafts,

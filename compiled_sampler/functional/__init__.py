@@ -7,15 +7,11 @@ were made, which can then be captured in a CUDA graph that reads the tensors at 
 Edits of logits, filters of whole rows, stop tokens, logprobs and a draft cache are not here: a ``Sampler`` has them,
 and these functions refuse their names with the way out. Modules, from the entry points down::
 
-    sampling       sample and probs
-    verification   verify and verify_from_probs
+    functions      sample, probs, verify and verify_from_probs; what runs their stages, and its warmup
     arguments      what a caller passes: keywords, rows, a mode, parameters as tensors
     row_table      stages that make a slot table of these tensors, and mark the rows that draw nothing
-    backend        what runs the stages of all calls, and its warmup
 """
 
-from compiled_sampler.functional.backend import warmup
-from compiled_sampler.functional.sampling import probs, sample
-from compiled_sampler.functional.verification import verify, verify_from_probs
+from compiled_sampler.functional.functions import probs, sample, verify, verify_from_probs, warmup
 
 __all__ = ["probs", "sample", "verify", "verify_from_probs", "warmup"]

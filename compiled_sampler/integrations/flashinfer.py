@@ -31,7 +31,7 @@ from compiled_sampler.engine.requests.slots import new_seed
 from compiled_sampler.functional import probs as probabilities
 from compiled_sampler.functional import sample, verify_from_probs
 from compiled_sampler.functional.arguments import FloatOrRows, IntOrRows, checked_rows, float_rows, integer_rows
-from compiled_sampler.functional.backend import run_of
+from compiled_sampler.functional.functions import run_of
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.probability_rows import (
     base_2_logits,

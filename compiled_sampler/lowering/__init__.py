@@ -17,9 +17,8 @@ Modules, from the entry point down::
     inductor.disk_cache         compiled stages on disk: their names, and the lock of the process that compiles one
     inductor.compilation        one stage through Inductor, ahead of its first run
     inductor.triton_kernels     Inductor's Triton kernels with the declared tiling and rewritten source
-    inductor.layout_guards      whether tensors are laid out as others were, by Dynamo's guards
     inductor.patches            patches of Inductor, each a context
-    inductor.versions           the torch versions on which the above was checked
+    inductor.versions           the torch versions on which the above was checked; guards of how tensors are laid out
 
     layouts                     TensorSpec, and what else distinguishes the tensors of calls
     tuning                      TUNING: one declaration a stage of how Inductor shapes its kernels

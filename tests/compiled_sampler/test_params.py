@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams, Verification
-from compiled_sampler.functional.backend import run_of
+from compiled_sampler.functional.functions import run_of
 from compiled_sampler.logprobs import LAWS, check_token_ids
 from compiled_sampler.params import MIN_TEMPERATURE
 from compiled_sampler.scalars import check_choice

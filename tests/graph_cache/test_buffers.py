@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from graph_cache import GraphCache
-from graph_cache.buffers import InputBuffer
-from graph_cache.copies import copy_tensors
+from graph_cache.buffers import InputBuffer, copy_tensors
 from graph_cache.registry import BufferSpec
 from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, expected, same_bits
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graph_cache import copies
-from graph_cache.copies import NewCopies, copy_tensors
+from graph_cache import buffers
+from graph_cache.buffers import NewCopies, copy_tensors
 
 
 def test_copies_keep_every_value_for_mixed_dtypes_and_strides():
@@ -72,7 +72,7 @@ def test_numbers_are_converted_whatever_their_strides(dtype):
 
 
 def test_large_tensors_and_single_ones_are_copied_by_the_driver(monkeypatch):
-    monkeypatch.setattr(copies, "_MOST_BYTES", 40)
+    monkeypatch.setattr(buffers, "_MOST_BYTES", 40)
     sources = [torch.randn(11), torch.randn(10)]
     targets = [torch.empty(11), torch.empty(10)]
     with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):

@@ -12,7 +12,7 @@ from sglang.srt.runtime_context import get_spec
 from torch import Tensor
 
 from compiled_sampler import functional
-from compiled_sampler.functional.backend import run_of
+from compiled_sampler.functional.functions import run_of
 from compiled_sampler.integrations.sglang.replays import Drawn, ReplayedDraws
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import narrow_mode

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compiled_sampler.functional.backend import BACKENDS
+from compiled_sampler.functional.functions import BACKENDS
 from compiled_sampler.integrations.engine_interface import (
     Find,
     Interface,

@@ -8,8 +8,8 @@
 In the docstrings here B is the number of sequences of a call, with those that ``num_return_sequences`` adds.
 """
 
-from compiled_sampler.integrations.transformers import versions  # checks the version before the loops are imported
+from compiled_sampler.integrations.transformers import requests  # noqa: F401  # checks the version before the loops are imported
 from compiled_sampler.integrations.transformers.assisted import seeded_assisted
 from compiled_sampler.integrations.transformers.sampling import sample
 
-__all__ = ["sample", "seeded_assisted", "versions"]
+__all__ = ["sample", "seeded_assisted"]

@@ -29,10 +29,9 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from compiled_sampler.functional import probs, sample
-from compiled_sampler.functional.backend import run_of
+from compiled_sampler.functional.functions import run_of
 from compiled_sampler.integrations.engine_interface import seed_of
-from compiled_sampler.integrations.transformers import versions
-from compiled_sampler.integrations.transformers.requests import sorted_processors
+from compiled_sampler.integrations.transformers.requests import REPLACED, check_version, sorted_processors
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.scalars import as_int64
 
@@ -212,7 +211,7 @@ def install(backend: str = "auto") -> None:
     """
     if backend not in ("auto", "compiled", "eager"):
         raise ValueError(f"backend must be auto, compiled or eager, got {backend!r}")
-    versions.check_version(versions.REPLACED)
+    check_version(REPLACED)
     continuous_api.ModelRunner = functools.partial(SeededRunner, backend=backend)
     continuous_api.ContinuousBatchingLogitsProcessorList = SeededProcessors
 

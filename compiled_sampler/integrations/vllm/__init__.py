@@ -3,7 +3,7 @@
 In the docstrings here N is the number of requests of a batch, K the most drafts of one of them.
 """
 
+from compiled_sampler.integrations.vllm.parameters import VARIABLE
 from compiled_sampler.integrations.vllm.plugin import install, statistics, uninstall
-from compiled_sampler.integrations.vllm.settings import VARIABLE
 
 __all__ = ["VARIABLE", "install", "statistics", "uninstall"]

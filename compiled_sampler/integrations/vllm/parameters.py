@@ -1,8 +1,13 @@
-"""vLLM's sampling parameters as those of a sampler, and the names of what a sampler does not have; needs no vLLM."""
+"""vLLM's sampling parameters as those of a sampler, what a sampler does not have, and the settings of the adapter.
+
+The settings travel to an engine's processes as one environment variable. Nothing here needs vLLM.
+"""
 
 from __future__ import annotations
 
 import functools
+import warnings
+from dataclasses import dataclass, fields
 from typing import Any
 
 from compiled_sampler.edits import PARAMETERS
@@ -10,8 +15,8 @@ from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.requests.edit_slots import check_fits
 from compiled_sampler.integrations.engine_interface import seed_of
-from compiled_sampler.integrations.vllm.settings import Settings
 from compiled_sampler.params import SamplingParams
+from compiled_sampler.scalars import check_choice
 
 SIZES = EditSizes(biases=1024, stops=64, bad_words=64, bad_word_len=16)
 """Room for the edits of a request: 9 KB a slot, besides a bit for each token."""
@@ -51,6 +56,16 @@ _EDITS: dict[str, Any] = {
 }
 ENGINE_VOCAB = 2**22
 """A bound of every vocabulary, for a check without one."""
+
+VARIABLE = "COMPILED_SAMPLER_VLLM"
+"""Environment variable that switches the plugin on: ``1``, or settings such as ``rule=rejection,backend=eager``."""
+_OFF, _ON = ("", "0"), "1"
+CHOICES: dict[str, tuple[str, ...]] = {
+    "on_unsupported": ("error", "stock"),
+    "rule": ("match", "rejection", "block"),
+    "backend": ("auto", "graph", "compiled", "eager", "reference"),
+    "warmup": ("start", "off"),
+}
 
 
 def sampler_params(params: Any, request_id: str, salt: int) -> SamplingParams:
@@ -145,3 +160,49 @@ def ending_token(params: Any) -> int:
     if params._eos_token_id is not None:
         return int(params._eos_token_id)
     return min(params._all_stop_token_ids, default=0)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``install`` was told; it says what the fields mean."""
+
+    on_unsupported: str = "error"
+    rule: str = "match"
+    backend: str = "auto"
+    warmup: str = "start"
+
+    def __post_init__(self) -> None:
+        for name, choices in CHOICES.items():
+            check_choice(name, getattr(self, name), choices, "leave it out")
+
+    @property
+    def text(self) -> str:
+        """The value of the environment variable, from which ``settings_of_text`` makes the same settings."""
+        settings = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return ",".join(f"{name}={value}" for name, value, default in settings if value != default) or _ON
+
+
+def warn_of_v2(value: str) -> None:
+    """Say that ``v2="untested"`` says nothing any more; no other value was ever taken for an engine that draws."""
+    check_choice("v2", value, ("untested",), "leave it out: V2 runners draw here like V1 runners")
+    warnings.warn("v2='untested' is the default now; leave it out", DeprecationWarning, stacklevel=3)
+
+
+def settings_of_text(text: str) -> Settings | None:
+    """The settings that an environment variable holds; None for ``0`` and for nothing."""
+    if text in _OFF:
+        return None
+    if text == _ON:
+        return Settings()
+    given = {}
+    for part in text.split(","):
+        name, _, value = part.partition("=")
+        if name == "v2":
+            warn_of_v2(value)
+            continue
+        if name not in CHOICES:
+            raise ValueError(
+                f"{VARIABLE} must be 1 or settings of {tuple(CHOICES)}, got {text!r}; rule=match,backend=auto"
+            )
+        given[name] = value
+    return Settings(**given)

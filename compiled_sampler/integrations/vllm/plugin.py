@@ -11,8 +11,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from compiled_sampler.integrations.engine_interface import wrapped
-from compiled_sampler.integrations.vllm.parameters import unsupported
-from compiled_sampler.integrations.vllm.settings import VARIABLE, Settings, from_text, warn_of_v2
+from compiled_sampler.integrations.vllm.parameters import VARIABLE, Settings, settings_of_text, unsupported, warn_of_v2
 from compiled_sampler.integrations.vllm.versions import check_version
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
@@ -65,7 +64,7 @@ _INSTALLED = _Installed()
 
 def load() -> None:
     """What vLLM calls in each of its processes: ``install`` as the environment variable says, if it is set."""
-    settings = from_text(os.environ.get(VARIABLE, ""))
+    settings = settings_of_text(os.environ.get(VARIABLE, ""))
     if settings is not None:
         _install(settings)
 

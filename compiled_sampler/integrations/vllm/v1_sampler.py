@@ -16,9 +16,8 @@ from vllm.v1.outputs import SamplerOutput
 from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.plan import Plan
 from compiled_sampler.integrations.vllm import parameters
-from compiled_sampler.integrations.vllm.engine_sampler import EngineSampler
-from compiled_sampler.integrations.vllm.results import GaplessLogprobs
-from compiled_sampler.integrations.vllm.settings import Settings
+from compiled_sampler.integrations.vllm.engine_sampler import EngineSampler, GaplessLogprobs
+from compiled_sampler.integrations.vllm.parameters import Settings
 from compiled_sampler.integrations.vllm.versions import unsupported_engine
 from compiled_sampler.params import SamplingParams
 from graph_cache import PinnedRing

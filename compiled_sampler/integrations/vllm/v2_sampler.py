@@ -24,9 +24,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler, g
 from compiled_sampler.edits.names import reading
 from compiled_sampler.engine.requests.uploads import sent
 from compiled_sampler.integrations.vllm import parameters
-from compiled_sampler.integrations.vllm.engine_sampler import Drawn, EngineSampler, PlannedBatch
-from compiled_sampler.integrations.vllm.results import GaplessLogprobs
-from compiled_sampler.integrations.vllm.settings import Settings
+from compiled_sampler.integrations.vllm.engine_sampler import Drawn, EngineSampler, GaplessLogprobs, PlannedBatch
+from compiled_sampler.integrations.vllm.parameters import Settings
 from compiled_sampler.integrations.vllm.versions import WATERMARK, unsupported_v2
 
 _LOG = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch import Tensor
 from compiled_sampler import SampleInputs, SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.core import filters, reference
 from compiled_sampler.core.rows import gather_rows
-from compiled_sampler.engine import definition
+from compiled_sampler.engine import step_executor
 from compiled_sampler.modes import uncovered
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
@@ -171,7 +171,7 @@ def test_a_capture_of_the_backend_is_refused_and_told_the_way_out(monkeypatch):
     sampler = shared_sampler(V, backend="reference")
     with held(sampler, [SamplingParams(seed=1)]) as slots:
         plan = sampler.plan(slots)
-        monkeypatch.setattr(definition, "check_not_capturing", capturing)
+        monkeypatch.setattr(step_executor, "check_not_capturing", capturing)
         with pytest.raises(RuntimeError, match=r"'reference' inside a capture.*Sampler\(backend='compiled'\)"):
             sampler.sample(plan, torch.zeros(1, V), torch.zeros(1, dtype=torch.int64))
 

@@ -14,7 +14,7 @@ from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verificatio
 from compiled_sampler.engine import calls
 from compiled_sampler.engine.calls import Calls
 from compiled_sampler.logprobs import Logprobs
-from compiled_sampler.lowering.inductor import layout_guards
+from compiled_sampler.lowering.inductor import versions
 from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
 from tests.builders.sampler import REQUESTS, holding, new_outputs, same
@@ -53,7 +53,7 @@ def test_what_was_asked_before_is_not_checked_again(sampler, monkeypatch):
 @pytest.mark.parametrize("checked", [True, False], ids=["guards", "public functions"])
 @pytest.mark.parametrize("known", [True, False], ids=["known", "new"])
 def test_out_that_requires_grad_is_refused_where_torch_records_gradients(sampler, monkeypatch, checked, known):
-    monkeypatch.setattr(layout_guards, "was_checked", lambda: checked)
+    monkeypatch.setattr(versions, "was_checked", lambda: checked)
     plan, logits, positions, asked = sampler.plan([0, 1, 2, 3]), torch.randn(R, V), torch.arange(R), Logprobs()
     found = sampler.sample(plan, logits, positions, logprobs=asked)
     out = tree_map_only(Tensor, torch.clone, found)

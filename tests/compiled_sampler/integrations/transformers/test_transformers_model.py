@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from compiled_sampler.integrations.engine_interface import found
 from compiled_sampler.integrations.transformers import sample
-from compiled_sampler.integrations.transformers.versions import CALLED, REPLACED, check_version
+from compiled_sampler.integrations.transformers.requests import CALLED, REPLACED, check_version
 from tests.engines.published_engine import without
 from tools.model import corpus
 from tools.model.tokenizer import END_ID, Tokenizer

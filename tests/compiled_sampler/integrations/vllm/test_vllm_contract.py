@@ -26,8 +26,14 @@ from compiled_sampler import Verification
 from compiled_sampler.integrations.engine_interface import differences, found
 from compiled_sampler.integrations.vllm import VARIABLE, install, plugin, uninstall
 from compiled_sampler.integrations.vllm.engine_sampler import EngineSampler, verifications
-from compiled_sampler.integrations.vllm.parameters import ENGINES, MAPPED, REFUSED, unsupported
-from compiled_sampler.integrations.vllm.settings import Settings, from_text
+from compiled_sampler.integrations.vllm.parameters import (
+    ENGINES,
+    MAPPED,
+    REFUSED,
+    Settings,
+    settings_of_text,
+    unsupported,
+)
 from compiled_sampler.integrations.vllm.v1_sampler import RunnerSampler, RunnerState
 from compiled_sampler.integrations.vllm.versions import BUILTIN_PROCESSORS, INTERFACE, check_version, unsupported_engine
 from graph_cache import PinnedRing
@@ -163,7 +169,7 @@ def test_the_word_that_v2_runners_needed_is_taken_with_a_warning_and_no_other() 
     with pytest.raises(ValueError, match=r"v2 must be one of .*, got 'refuse'; leave it out"):
         install(v2="refuse")
     with pytest.warns(DeprecationWarning, match="is the default now"):
-        assert from_text("v2=untested,backend=eager") == Settings(backend="eager")
+        assert settings_of_text("v2=untested,backend=eager") == Settings(backend="eager")
 
 
 def runner(num_drafts: int = 0, method: str = "greedy", **changed: Any) -> Any:

@@ -17,12 +17,13 @@ from compiled_sampler.integrations.vllm.parameters import (
     MAPPED,
     OWN,
     SIZES,
+    Settings,
     ending_token,
     sampler_params,
     seed_of,
+    settings_of_text,
     unsupported,
 )
-from compiled_sampler.integrations.vllm.settings import Settings, from_text
 from tests.engines.published_engine import isolated, put_module
 from tests.engines.vllm_stand_in import DEFAULTS, Given, runner
 
@@ -145,14 +146,14 @@ def test_a_request_without_any_token_ends() -> None:
 )
 def test_settings_come_back_from_their_text(settings: Settings, text: str) -> None:
     assert settings.text == text
-    assert from_text(text) == settings
-    assert from_text("") is from_text("0") is None
+    assert settings_of_text(text) == settings
+    assert settings_of_text("") is settings_of_text("0") is None
 
 
 @pytest.mark.parametrize("text", ["yes", "rule=fast", "speed=1", "rule"])
 def test_another_text_is_refused_with_the_choices(text: str) -> None:
     with pytest.raises(ValueError, match="must be"):
-        from_text(text)
+        settings_of_text(text)
 
 
 V, EOS = 40, 7
@@ -188,7 +189,7 @@ def stand_in() -> Iterator[None]:
 
 def state_of(requests: dict[str, Given], num_drafts: int = 0, prompt: tuple[int, ...] | None = (1, 2)) -> Any:
     """A RunnerState with a batch of requests with prompts of two tokens; None makes the last one of embeddings."""
-    from compiled_sampler.integrations.vllm.settings import Settings
+    from compiled_sampler.integrations.vllm.parameters import Settings
     from compiled_sampler.integrations.vllm.v1_sampler import RunnerState
 
     drafts = {"rejection_sample_method": "standard", "num_speculative_tokens": num_drafts}
@@ -252,7 +253,7 @@ def test_a_placeholder_in_a_prompt_ends_nothing() -> None:
 )
 def test_admission_refuses_a_request_alone(params: Given, prompt: list[int] | None, message: str | None) -> None:
     from compiled_sampler.integrations.vllm import plugin
-    from compiled_sampler.integrations.vllm.settings import Settings
+    from compiled_sampler.integrations.vllm.parameters import Settings
 
     plugin._INSTALLED.settings = Settings()
     request = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
@@ -267,7 +268,7 @@ def test_admission_refuses_a_request_alone(params: Given, prompt: list[int] | No
 
 def test_a_request_whose_tokens_the_host_does_not_know_is_drawn_by_vllm_where_it_shall() -> None:
     """With asynchronous scheduling, after a batch that vLLM drew; it would end otherwise."""
-    from compiled_sampler.integrations.vllm.settings import Settings
+    from compiled_sampler.integrations.vllm.parameters import Settings
 
     state = state_of({"a": Given(**GREEDY, repetition_penalty=2.0)})
     state._settings = Settings("stock", backend="eager")

@@ -11,9 +11,14 @@ pytest.importorskip("vllm")
 import torch
 
 from compiled_sampler import Logprobs, Sampler, SamplingParams
-from compiled_sampler.integrations.vllm.engine_sampler import EngineSampler
-from compiled_sampler.integrations.vllm.results import GaplessLogprobs, logprob_columns, with_endings, without_gaps
-from compiled_sampler.integrations.vllm.settings import Settings
+from compiled_sampler.integrations.vllm.engine_sampler import (
+    EngineSampler,
+    GaplessLogprobs,
+    logprob_columns,
+    with_endings,
+    without_gaps,
+)
+from compiled_sampler.integrations.vllm.parameters import Settings
 from compiled_sampler.integrations.vllm.v1_sampler import BatchRequests, CheckedRequest
 from tests.engines.vllm_stand_in import Given
 from tests.engines.vllm_stand_in import runner as v1_runner

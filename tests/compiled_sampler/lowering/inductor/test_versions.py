@@ -20,10 +20,9 @@ from compiled_sampler.core.stage import call
 from compiled_sampler.edits.changes import EditedTokens, take_back
 from compiled_sampler.lowering import stage_code
 from compiled_sampler.lowering.compiled_stages import CompiledStages, StageWarning
-from compiled_sampler.lowering.inductor import compilation, disk_cache, layout_guards, versions
-from compiled_sampler.lowering.inductor.layout_guards import alike
+from compiled_sampler.lowering.inductor import compilation, disk_cache, versions
 from compiled_sampler.lowering.inductor.patches import tuned_kernels
-from compiled_sampler.lowering.inductor.versions import KNOWN_TORCH, UnknownTorchWarning, is_known
+from compiled_sampler.lowering.inductor.versions import KNOWN_TORCH, UnknownTorchWarning, alike, is_known
 from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.passes.race import race_maxima
 from tests.builders.sampler import REQUESTS, V, drawn, nothing_compiles, same, shared_sampler
@@ -187,7 +186,7 @@ OTHERS = {
 
 @pytest.fixture(params=[True, False], ids=["guards", "public functions"])
 def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    monkeypatch.setattr(layout_guards, "was_checked", lambda: request.param)
+    monkeypatch.setattr(versions, "was_checked", lambda: request.param)
     return bool(request.param)
 
 
