@@ -38,10 +38,9 @@ class Finding:
 
     is_kept: bool  # whether the sampler does what is asked
     detail: str  # of a failure, the first row that shows it with its parameters; else what was looked at
-    power: str = ""  # the smallest fault that these draws find with 99 %, in words; "": what ``Question.power`` says
+    power: str = ""  # the smallest fault that these draws find with 99 %, in words; "": what Question.power says
     p_value: float = 1.0  # the smallest one; 1 where rows are compared bit for bit
-    num_tests: int = 0
-    """P-values that were judged, each with a false-alarm rate of ``evidence.ALARM``; 0: none can happen."""
+    num_tests: int = 0  # P-values that were judged, each with a false-alarm rate of evidence.ALARM; 0: none can happen
     counts: tuple[Count, ...] = ()  # of a comparison of paths, one for each
 
 

@@ -51,7 +51,7 @@ REQUESTS = 256  # of a batch
 class Batch(NamedTuple):
     """The arguments of one call."""
 
-    logits: Tensor  # float32 ``[R, V]``
+    logits: Tensor  # float32 [R, V]
     params: list[Params]
     seeds: list[int]
     positions: list[int]

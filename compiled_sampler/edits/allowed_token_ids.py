@@ -13,8 +13,7 @@ from compiled_sampler.edits.edit_spec import Column, EditSpec, Parameter, Params
 class AllowedIds(NamedTuple):
     """The tokens that may be drawn."""
 
-    words: Tensor
-    """int32 ``[S, ceil(V / 32)]``, a bit for each token, lowest first; -1 in all words allows every token."""
+    words: Tensor  # int32 [S, ceil(V / 32)], a bit for each token, lowest first; -1 in all words allows every token
 
 
 def _checked(name: str, values: object) -> tuple[int, ...] | None:

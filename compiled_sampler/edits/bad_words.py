@@ -19,9 +19,9 @@ _MASKED = float("-inf")
 class BadWords(NamedTuple):
     """Sequences of tokens that must not be completed."""
 
-    counts: Tensor  # int32 ``[S]``, words of each request
-    token_ids: Tensor  # int32 ``[S, W, M]``, each word at the end of its row, behind ``UNWRITTEN``
-    prompt_lens: Tensor  # int32 ``[S]``, as in ``History``; 0 where words may begin in the prompt
+    counts: Tensor  # int32 [S], words of each request
+    token_ids: Tensor  # int32 [S, W, M], each word at the end of its row, behind UNWRITTEN
+    prompt_lens: Tensor  # int32 [S], as in History; 0 where words may begin in the prompt
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Masks of last tokens."""
@@ -34,18 +34,14 @@ def without_bad_words(
     """The last tokens of a request's bad words, int64 ``[R, W]``, and their logits: -inf where the rest was drawn."""
     slot, place, is_edited = list_entries(slots, words.counts, words.token_ids)
     word = words.token_ids[slot[:, None], place]  # [R, W, M]
-    begun = _is_begun(word[..., :-1], texts_of(history, slots), positions, words.prompt_lens[slot], history)
+    start = word[..., :-1]
+    held = last_tokens(texts_of(history, slots), positions, history, start.shape[2], words.prompt_lens[slot][:, None])
+    # UNWRITTEN in a start stands for any token
+    begun = ((start == UNWRITTEN) | (start == held[:, None, :])).all(-1)  # [R, W]
     ids = word[..., -1].clamp(min=0).to(torch.int64)
     is_masked = ((ids[:, :, None] == ids[:, None, :]) & begun[:, None, :]).any(-1)
     before = x.gather(1, ids)
     return ids, torch.where(is_masked & is_edited, _MASKED, before)
-
-
-def _is_begun(start: Tensor, text: Tensor, positions: Tensor, first: Tensor, history: AnyHistory) -> Tensor:
-    """Whether the tokens before a row's own position are ``start``, int32 ``[R, W, M - 1]``: bool ``[R, W]``."""
-    held = last_tokens(text, positions, history, start.shape[2], first[:, None])
-    # ``UNWRITTEN`` in ``start`` stands for any token
-    return ((start == UNWRITTEN) | (start == held[:, None, :])).all(-1)
 
 
 def checked_words(name: str, values: object) -> tuple[tuple[int, ...], ...]:

@@ -24,9 +24,9 @@ _MOST_BIAS = float(np.finfo(np.float32).max)
 class BiasLists(NamedTuple):
     """What is added to logits."""
 
-    counts: Tensor  # int32 ``[S]``, entries of each request
-    token_ids: Tensor  # int32 ``[S, n]``, ascending, each id once, then ``NO_TOKEN``
-    biases: Tensor  # float32 ``[S, n]``, finite or -inf
+    counts: Tensor  # int32 [S], entries of each request
+    token_ids: Tensor  # int32 [S, n], ascending, each id once, then NO_TOKEN
+    biases: Tensor  # float32 [S, n], finite or -inf
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Biases."""

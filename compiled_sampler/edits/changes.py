@@ -24,8 +24,8 @@ from compiled_sampler.edits.history import AnyHistory
 class EditedTokens(NamedTuple):
     """What one edit adds to the bits of logits; of several entries with one token, all but one add 0."""
 
-    token_ids: Tensor  # int64 ``[R, n]``; int32 where the edit is kept to be undone
-    added: Tensor  # int32 ``[R, n]``; sums wrap
+    token_ids: Tensor  # int64 [R, n]; int32 where the edit is kept to be undone
+    added: Tensor  # int32 [R, n]; sums wrap
 
 
 def entry_ids(token_ids: Tensor, is_entry: Tensor, vocab_size: int) -> Tensor:

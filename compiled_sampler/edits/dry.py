@@ -37,14 +37,11 @@ MOST_REPEATED = 50  # tokens of a repetition that DRY tells apart; longer ones a
 class Dry(NamedTuple):
     """Penalties of tokens that would prolong a repetition."""
 
-    ranges: Tensor
-    """int32 ``[S]``, tokens before a row that are looked at; 0 for all."""
+    ranges: Tensor  # int32 [S], tokens before a row that are looked at; 0 for all
     penalties: Tensor
     """float32 ``[S, n + 1]``, what is subtracted by the length of the repetition, at most n tokens; 0 for none."""
-    num_breakers: Tensor
-    """int32 ``[S]``, sequence breakers of each request."""
-    breakers: Tensor
-    """int32 ``[S, K]``, tokens that no repetition holds, each id once."""
+    num_breakers: Tensor  # int32 [S], sequence breakers of each request
+    breakers: Tensor  # int32 [S, K], tokens that no repetition holds, each id once
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Penalties of repetitions; a token that stands at several positions gets its largest one."""

@@ -26,17 +26,14 @@ class History(NamedTuple):
     entries: Tensor
     """int32 ``[S + 1, 3, L]``; slot S takes what padding writes. By position: the token, ``UNWRITTEN`` for none; how
     many times it was drawn up to there; the next position that holds it too, ``NO_SUCCESSOR`` for none."""
-    prompt_lens: Tensor
-    """int32 ``[S]``, the positions of the prompt; the others were drawn."""
-    is_read: Tensor
-    """int32 ``[S]``, 1 for requests with an edit that reads it."""
+    prompt_lens: Tensor  # int32 [S], the positions of the prompt; the others were drawn
+    is_read: Tensor  # int32 [S], 1 for requests with an edit that reads it
 
 
 class RowHistory(NamedTuple):
     """What stands before each row of trees of drafts, a text for each row: that of its request, then its path."""
 
-    entries: Tensor
-    """int32 ``[R, 3, L]``, as ``History.entries``."""
+    entries: Tensor  # int32 [R, 3, L], as History.entries
 
 
 AnyHistory = History | RowHistory
@@ -45,12 +42,9 @@ AnyHistory = History | RowHistory
 class RowPaths(NamedTuple):
     """The drafts that each row of a tree comes behind."""
 
-    tokens: Tensor
-    """int64 ``[R, M]``, in their order; ``UNWRITTEN`` for what is no token id."""
-    starts: Tensor
-    """int64 ``[R]``, the position of the first."""
-    lengths: Tensor
-    """int64 ``[R]``, 0..M, how many they are."""
+    tokens: Tensor  # int64 [R, M], in their order; UNWRITTEN for what is no token id
+    starts: Tensor  # int64 [R], the position of the first
+    lengths: Tensor  # int64 [R], 0..M, how many they are
 
 
 def texts_of(history: AnyHistory, slots: Tensor) -> Tensor:

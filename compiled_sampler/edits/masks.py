@@ -20,9 +20,9 @@ from compiled_sampler.edits.allowed_token_ids import AllowedIds
 class MaskedLogits(NamedTuple):
     """Logits with their masks beside them, for passes that mask what they read: it stands for a copy with -inf."""
 
-    logits: Tensor  # float32, bfloat16 or float16 ``[R, >=V]``, before the masks
-    token_bitmask: Tensor | None  # int32 ``[R, >= ceil(V / 32)]``, by row; None for no mask
-    slots: Tensor  # int64 ``[R]``; -1 for padding
+    logits: Tensor  # float32, bfloat16 or float16 [R, >=V], before the masks
+    token_bitmask: Tensor | None  # int32 [R, >= ceil(V / 32)], by row; None for no mask
+    slots: Tensor  # int64 [R]; -1 for padding
     allowed: AllowedIds | None  # by slot; None if every token is
 
     def words(self, vocab_size: int) -> Tensor:

@@ -27,10 +27,10 @@ _MASKED = float("-inf")
 class StopLists(NamedTuple):
     """Tokens that end a request, and how many tokens must come before one."""
 
-    prompt_lens: Tensor  # int32 ``[S]``, as in ``History``
-    min_tokens: Tensor  # int32 ``[S]``, tokens drawn before one that ends the request can be
-    counts: Tensor  # int32 ``[S]``, tokens that end each request
-    token_ids: Tensor  # int32 ``[S, T]``, each id once
+    prompt_lens: Tensor  # int32 [S], as in History
+    min_tokens: Tensor  # int32 [S], tokens drawn before one that ends the request can be
+    counts: Tensor  # int32 [S], tokens that end each request
+    token_ids: Tensor  # int32 [S, T], each id once
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Masks of tokens that would come too early."""

@@ -22,16 +22,11 @@ from compiled_sampler.edits.history import ORDINAL, SUCCESSOR, TOKEN, AnyHistory
 class Penalties(NamedTuple):
     """Penalties of tokens that the history holds."""
 
-    repetition: Tensor
-    """float32 ``[S]``, in [2**-20, 2**20]; what negative logits are multiplied by, 1 for no penalty."""
-    inverse: Tensor
-    """float32 ``[S]``, ``1 / repetition`` rounded once; what positive logits are multiplied by."""
-    frequency: Tensor
-    """float32 ``[S]``, in [-2, 2]; subtracted for each time that the token was drawn."""
-    presence: Tensor
-    """float32 ``[S]``, in [-2, 2]; subtracted once if the token was drawn."""
-    of_output: Tensor
-    """int32 ``[S]``, 1 if ``repetition`` is of tokens that were drawn alone, 0 if of those of the prompt too."""
+    repetition: Tensor  # float32 [S], in [2**-20, 2**20]; what negative logits are multiplied by, 1 for no penalty
+    inverse: Tensor  # float32 [S], 1 / repetition rounded once; what positive logits are multiplied by
+    frequency: Tensor  # float32 [S], in [-2, 2]; subtracted for each time that the token was drawn
+    presence: Tensor  # float32 [S], in [-2, 2]; subtracted once if the token was drawn
+    of_output: Tensor  # int32 [S], 1 if repetition is of tokens that were drawn alone, 0 if of those of the prompt too
 
     def write(self, writer: ListWriter, slots: Tensor, positions: Tensor, history: AnyHistory | None) -> None:
         """Penalties."""

@@ -27,8 +27,8 @@ _NUMBERS = 3  # of a position
 class Numbers(NamedTuple):
     """Numbers of one kind that are written into a history, which is taken as one long row of them."""
 
-    places: Tensor  # int64 ``[N, K]``; in the last slot where nothing is written
-    values: Tensor  # int32 ``[N, K]``
+    places: Tensor  # int64 [N, K]; in the last slot where nothing is written
+    values: Tensor  # int32 [N, K]
 
 
 class Record(NamedTuple):
@@ -43,8 +43,8 @@ class Record(NamedTuple):
 class DrawEnds(NamedTuple):
     """What is known of the rows of a step once their tokens are in the history."""
 
-    status: Tensor  # int32 ``[R]``, with ``HISTORY_EXCEEDED``
-    finished: Tensor  # bool ``[R]``, whether a row's token ends its request
+    status: Tensor  # int32 [R], with HISTORY_EXCEEDED
+    finished: Tensor  # bool [R], whether a row's token ends its request
 
 
 @holds(position_bytes=10)

@@ -19,7 +19,7 @@ _MOST_THRESHOLD = 0.5  # above it no two tokens can both be top choices of XTC
 class TopNSigma(NamedTuple):
     """Requests that keep tokens within so many standard deviations of the largest logit."""
 
-    number: Tensor  # float64 ``[S]``, deviations; 0 keeps every token
+    number: Tensor  # float64 [S], deviations; 0 keeps every token
 
 
 TOP_N_SIGMA = EditSpec(
@@ -39,7 +39,7 @@ TOP_N_SIGMA = EditSpec(
 class MinK(NamedTuple):
     """Requests that keep tokens before the cliff of their logits."""
 
-    tau: Tensor  # float64 ``[S]``, ranks times the range of logits that are kept behind it too; -1 keeps every token
+    tau: Tensor  # float64 [S], ranks times the range of logits that are kept behind it too; -1 keeps every token
 
 
 MIN_K = EditSpec(
@@ -60,7 +60,7 @@ MIN_K = EditSpec(
 class PLess(NamedTuple):
     """Requests that keep tokens as likely as a token is to be drawn twice."""
 
-    is_on: Tensor  # int32 ``[S]``, 0 keeps every token
+    is_on: Tensor  # int32 [S], 0 keeps every token
 
 
 P_LESS = EditSpec(
@@ -76,7 +76,7 @@ P_LESS = EditSpec(
 class TypicalP(NamedTuple):
     """Requests that keep tokens of about as much surprise as the law has in the mean."""
 
-    share: Tensor  # float64 ``[S]``, of the mass; 1 keeps every token
+    share: Tensor  # float64 [S], of the mass; 1 keeps every token
 
 
 TYPICAL_P = EditSpec(
@@ -96,8 +96,8 @@ TYPICAL_P = EditSpec(
 class Xtc(NamedTuple):
     """Requests that exclude their top choices from some draws."""
 
-    threshold: Tensor  # float64 ``[S]``, the least probability of a top choice
-    probability: Tensor  # float64 ``[S]``, of an exclusion; 0 for none
+    threshold: Tensor  # float64 [S], the least probability of a top choice
+    probability: Tensor  # float64 [S], of an exclusion; 0 for none
 
 
 XTC = EditSpec(

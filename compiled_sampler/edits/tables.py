@@ -28,14 +28,14 @@ class RequestNumbers(NamedTuple):
 class RequestState(NamedTuple):
     """What an edit of the user reads of each slot, and an engine writes."""
 
-    values: Tensor  # ``[S, ...]``, as its ``EditState`` says
+    values: Tensor  # [S, ...], as its EditState says
 
 
 class CustomTables(NamedTuple):
     """What edits of the user read that does not differ between steps."""
 
     numbers: RequestNumbers  # by slot
-    tokens: tuple[Tensor, ...]  # ``[1, V]`` each, the tables of the edits in their order
+    tokens: tuple[Tensor, ...]  # [1, V] each, the tables of the edits in their order
     states: tuple[RequestState, ...] = ()  # by slot, the states of the edits in their order
 
 
@@ -60,14 +60,10 @@ class EditTables(NamedTuple):
     """The edits of every request by slot."""
 
     allowed: AllowedIds | None = None
-    lists: tuple[ListTable, ...] = ()
-    """Of the edits that write a few tokens of each row, in the order in which they do."""
-    history: AnyHistory | None = None
-    """Given if another field reads it."""
-    custom: CustomTables | None = None
-    """For the edits of the user."""
-    filters: RowFilters | None = None
-    """Given if a request has one."""
+    lists: tuple[ListTable, ...] = ()  # of the edits that write a few tokens of each row, in the order in which they do
+    history: AnyHistory | None = None  # given if another field reads it
+    custom: CustomTables | None = None  # for the edits of the user
+    filters: RowFilters | None = None  # given if a request has one
 
 
 class EditInputs(NamedTuple):
@@ -93,5 +89,4 @@ class NoiseInputs(NamedTuple):
 
     watermarks: Watermarks
     history: History
-    paths: RowPaths | None = None
-    """As in ``EditInputs``."""
+    paths: RowPaths | None = None  # as in EditInputs

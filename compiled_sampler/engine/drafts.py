@@ -117,14 +117,10 @@ class Draft(NamedTuple):
 class Proposals(NamedTuple):
     """The distributions that drafts were drawn from, as a caller passes them; neither for one-hot drafts."""
 
-    probs: Tensor | None = None
-    """float32 ``[D, >=V]``."""
-    logits: Tensor | None = None
-    """``[D, >=V]``, to be filtered like the target's unless they are processed."""
-    are_cached: bool = False
-    """Whether such logits are in the draft cache instead."""
-    are_processed: bool = False
-    """Whether the drafter edited and filtered the logits itself."""
+    probs: Tensor | None = None  # float32 [D, >=V]
+    logits: Tensor | None = None  # [D, >=V], to be filtered like the target's unless they are processed
+    are_cached: bool = False  # whether such logits are in the draft cache instead
+    are_processed: bool = False  # whether the drafter edited and filtered the logits itself
 
     @property
     def tensors(self) -> list[Tensor]:

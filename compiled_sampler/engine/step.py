@@ -35,7 +35,6 @@ class Step:
     """K, drafts of a request in a verification; 0 for the other kinds."""
     edits: tuple[str, ...] = ()
     """The names of the edits that it makes, the library's and then the user's; other rows are left as they are."""
-
     logprobs: Logprobs | None = None
     """Which logprobs it returns; None for none."""
     reads_draw_index: bool = False

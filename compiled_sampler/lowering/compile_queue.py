@@ -57,15 +57,12 @@ Settled = Callable[["WantedStage"], object]
 class WantedStage:
     """A stage that is to be compiled."""
 
-    code: StageCode
-    """Without tensors."""
-    settled: Settled | None = None
-    """Called by a thread when the stage is no longer queued."""
+    code: StageCode  # without tensors
+    settled: Settled | None = None  # called by a thread when the stage is no longer queued
     state: Literal["eager", "queued", "ready", "failed", "refused", "due"] = "eager"
     """Compiled if "ready", else run in eager torch; a call warns once of "failed", and the next one compiles "due".
     What did not compile in its caller's thread is "refused" until the next warm-up."""
-    reason: str = ""
-    """Why it is in eager torch."""
+    reason: str = ""  # why it is in eager torch
     compiled: Compiled | None = None
     has_run: bool = False
 
@@ -184,7 +181,13 @@ class CompileQueue:
         if is_hand_written(code.stage):
             self.processes.add(process)
             reason = process.compile(code, None)
-            return None if reason else _launchable(code), reason
+            if reason:
+                return None, reason
+            if is_gpu(code.device):  # the stage's next call imports nothing then
+                with _with_compilers():
+                    set_up_triton(code.device)
+                    triton_operators()
+            return code.hand_written(), ""
         found, path = _loaded(code)
         if found is not None or path is None:
             return found, NOT_KEPT
@@ -257,15 +260,6 @@ def _loaded(code: StageCode) -> tuple[Compiled | None, Path | None]:
     with _with_compilers(), _beside_captures(code.device):
         path = code.path(EXACT_OPTIONS)
         return code.found(path), path
-
-
-def _launchable(code: StageCode) -> Compiled:
-    """A stage whose hand-written kernels Triton keeps; its next call imports nothing."""
-    if is_gpu(code.device):
-        with _with_compilers():
-            set_up_triton(code.device)
-            triton_operators()
-    return code.hand_written()
 
 
 @contextmanager

@@ -58,8 +58,7 @@ class TensorSpec:
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
-    """Elements before it in its storage, which say how it is aligned."""
+    offset: int  # elements before it in its storage, which say how it is aligned
     dtype: torch.dtype
     device: torch.device
 

@@ -53,11 +53,9 @@ class StageCode(NamedTuple):
     tensors: tuple[Any, ...]
     """Tensors, None and nested tuples of them; of a call that is over, a ``TensorSpec`` in place of each tensor."""
     static: dict[str, Any]
-    hint: int
-    """Rows for which Inductor tunes."""
+    hint: int  # rows for which Inductor tunes
     device: torch.device
-    key: tuple[Any, ...]
-    """Stage, device, static arguments, class of row counts and layouts of the tensors."""
+    key: tuple[Any, ...]  # stage, device, static arguments, class of row counts and layouts of the tensors
 
     @classmethod
     def of(cls, stage: Stage, tensors: tuple[Any, ...], static: dict[str, Any]) -> StageCode:

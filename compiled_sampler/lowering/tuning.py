@@ -32,11 +32,9 @@ _FUSED_OPERATIONS = 512  # more than any stage has
 class Tile(NamedTuple):
     """What a thread block of a Triton kernel reduces."""
 
-    elements: int
-    """Elements that are reduced at once; of blocks in slices, the elements of one slice."""
+    elements: int  # elements that are reduced at once; of blocks in slices, the elements of one slice
     warps: int
-    least: int = 2
-    """Reductions that are done at once at least; 0 for a stage without any, whose thread blocks have ``elements``."""
+    least: int = 2  # reductions that are done at once at least; 0 for a stage without any: elements a thread block
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,8 +64,7 @@ class Case(NamedTuple):
     """One call of a sampler."""
 
     name: str
-    is_quick: bool
-    """Whether backends that compile draw it, too."""
+    is_quick: bool  # whether backends that compile draw it, too
     draw: Callable[[], Result]
 
 

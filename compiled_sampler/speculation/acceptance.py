@@ -40,23 +40,18 @@ class Proposal(NamedTuple):
 
     values: Tensor | CachedRows | None
     """Logits after edits, or probabilities, ``[D, >=V]``; or where a draft table holds such logits."""
-    law: AnyLaw | None
-    """The law of the drafts ``[D]``."""
+    law: AnyLaw | None  # the law of the drafts [D]
 
 
 class Judged(NamedTuple):
     """The test of each draft, and the laws that it compares."""
 
-    accepted: Tensor
-    """bool ``[D]``, true if the draft passes the test of its own position."""
-    ratio: Tensor | None
-    """float64 ``[D]``, ``p / q`` of the draft, 0 for no draft; None if the rule does not use ratios."""
+    accepted: Tensor  # bool [D], true if the draft passes the test of its own position
+    ratio: Tensor | None  # float64 [D], p / q of the draft, 0 for no draft; None if the rule does not use ratios
     is_possible: Tensor
     """bool ``[D]``, true if the proposal gives the draft a weight above 0; on logits of greedy requests always."""
-    law: Law
-    """Of the target ``[R]``, or ``[D]`` if only the rows that judge a draft have a law."""
-    proposed: Law | None
-    """Of the proposals ``[D]``; None for one-hot drafts."""
+    law: Law  # of the target [R], or [D] if only the rows that judge a draft have a law
+    proposed: Law | None  # of the proposals [D]; None for one-hot drafts
 
 
 def proposal_law(law: Law | None, drafts: Tensor) -> Law:
@@ -115,16 +110,11 @@ def accept_number(
 class Weighed(NamedTuple):
     """Drafts in the two laws that their tests compare."""
 
-    w: Tensor
-    """float32 ``[D]``, the weight in the target's law."""
-    m: Tensor
-    """float32 ``[D]``, the weight in the law that the draft was drawn from."""
-    own: Law
-    """Of the target ``[D]``."""
-    q: Law
-    """Of the proposals ``[D]``."""
-    is_possible: Tensor
-    """bool ``[D]``, see ``Judged``."""
+    w: Tensor  # float32 [D], the weight in the target's law
+    m: Tensor  # float32 [D], the weight in the law that the draft was drawn from
+    own: Law  # of the target [D]
+    q: Law  # of the proposals [D]
+    is_possible: Tensor  # bool [D], see Judged
 
     @property
     def mine(self) -> Tensor:

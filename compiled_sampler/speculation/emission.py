@@ -23,26 +23,17 @@ from compiled_sampler.speculation.row_layout import Layout, first_rows, request_
 class Final(NamedTuple):
     """The one row of each request that a token is drawn from: of the first rejected draft, or after all drafts."""
 
-    row_ids: Tensor
-    """int64 ``[N]``, the index of the row."""
-    num_accepted: Tensor
-    """int64 ``[N]``, accepted drafts of the request."""
-    num_matching: Tensor
-    """int64 ``[N]``, see ``VerifyOutputs``."""
+    row_ids: Tensor  # int64 [N], the index of the row
+    num_accepted: Tensor  # int64 [N], accepted drafts of the request
+    num_matching: Tensor  # int64 [N], see VerifyOutputs
     drafts: Tensor
     """int64 ``[N]``, the rejected draft; -1 if none was rejected, or one that was not drawn from its proposal."""
-    proposals: Tensor
-    """int64 ``[N]``, the row of the proposals that the rejected draft was drawn from."""
-    rows: RowParams
-    """Parameters ``[N]``, with noise of RESIDUAL for a rejected draft, else of TARGET."""
-    law: Law
-    """Of the target ``[N]``."""
-    proposed: Law | None
-    """Of the proposal of the rejected draft ``[N]``; None for one-hot drafts."""
-    carry: Tensor | None
-    """float64 ``[N]``, see ``carried_ratio``, of a tree 1 / ``Walk.debt`` where above 1; None for 1."""
-    status: Tensor
-    """int64 ``[N]``, the ``RowStatus`` flags that are known before the last token is drawn."""
+    proposals: Tensor  # int64 [N], the row of the proposals that the rejected draft was drawn from
+    rows: RowParams  # parameters [N], with noise of RESIDUAL for a rejected draft, else of TARGET
+    law: Law  # of the target [N]
+    proposed: Law | None  # of the proposal of the rejected draft [N]; None for one-hot drafts
+    carry: Tensor | None  # float64 [N], see carried_ratio, of a tree 1 / Walk.debt where above 1; None for 1
+    status: Tensor  # int64 [N], the RowStatus flags that are known before the last token is drawn
 
 
 def final_rows(
@@ -191,10 +182,8 @@ def _placed_tokens(last: Tensor, num_accepted: Tensor, draft_token_ids: Tensor) 
 class EmittedRows(NamedTuple):
     """The request and the token of each row of logits ``[R]``; rows without an emitted token are padding."""
 
-    slots: Tensor
-    """int64 ``[R]``, the slot of the row's request; -1 where the row emits nothing."""
-    token_ids: Tensor
-    """int64 ``[R]``, the token that the row emits; -1 for none."""
+    slots: Tensor  # int64 [R], the slot of the row's request; -1 where the row emits nothing
+    token_ids: Tensor  # int64 [R], the token that the row emits; -1 for none
 
 
 def emitted_rows(

@@ -113,39 +113,26 @@ def _laws(weights: Tensor) -> Laws:
 class Laws(NamedTuple):
     """Distributions in integers: a token's probability is its weight over the total."""
 
-    weights: Tensor
-    """int64 ``[n, V]``, 0 where a filter drops the token."""
-    total: Tensor
-    """int64 ``[n]``, the sums, at least 1."""
-    inverse: Tensor
-    """float64 ``[n]``, 1 over the sums; 0 for a sum of 0."""
+    weights: Tensor  # int64 [n, V], 0 where a filter drops the token
+    total: Tensor  # int64 [n], the sums, at least 1
+    inverse: Tensor  # float64 [n], 1 over the sums; 0 for a sum of 0
 
 
 class Request(NamedTuple):
     """One request with k drafts, and all that its verification reads."""
 
-    p: Laws
-    """Of the target ``[k+1]``."""
-    q: Laws
-    """Of what the drafts were drawn from ``[k]``."""
-    drafts: list[int]
-    """k token ids; -1 where a draft is none."""
+    p: Laws  # of the target [k+1]
+    q: Laws  # of what the drafts were drawn from [k]
+    drafts: list[int]  # k token ids; -1 where a draft is none
     possible: list[bool]
     """k, false where q gives the draft no weight, so that it cannot have been drawn from it; true if ``is_greedy``."""
-    numbers: list[float]
-    """k uniform numbers, one for the test of each draft."""
-    kept: Tensor
-    """bool ``[k+1, V]``, the tokens that race in the target's own draw."""
-    logarithms: Tensor
-    """float32 ``[k+1, V]``, base-2 logarithms of their weights."""
-    noise: dict[int, Tensor]
-    """float32 ``[k+1, V]`` by stream; 0 of a greedy request."""
-    flags: list[int]
-    """``RowStatus`` of the k+1 rows."""
-    is_greedy: bool
-    """Whether its first token of the order is taken."""
-    parents: list[int] | None = None
-    """k, the draft that each one follows, -1 for none; None for a chain."""
+    numbers: list[float]  # k uniform numbers, one for the test of each draft
+    kept: Tensor  # bool [k+1, V], the tokens that race in the target's own draw
+    logarithms: Tensor  # float32 [k+1, V], base-2 logarithms of their weights
+    noise: dict[int, Tensor]  # float32 [k+1, V] by stream; 0 of a greedy request
+    flags: list[int]  # RowStatus of the k+1 rows
+    is_greedy: bool  # whether its first token of the order is taken
+    parents: list[int] | None = None  # k, the draft that each one follows, -1 for none; None for a chain
 
 
 _NONE = RowStatus(0)
@@ -408,12 +395,10 @@ def leading(passed: Sequence[bool]) -> int:
 class Outcome(NamedTuple):
     """What becomes of a request."""
 
-    token_ids: list[int]
-    """The accepted drafts and one token more, -1 where its row is masked; nothing of padding."""
+    token_ids: list[int]  # the accepted drafts and one token more, -1 where its row is masked; nothing of padding
     num_matching: int
     status: int
-    node_ids: Sequence[int] = ()
-    """Which of a tree's drafts the accepted ones are."""
+    node_ids: Sequence[int] = ()  # which of a tree's drafts the accepted ones are
 
     @property
     def num_emitted(self) -> int:

@@ -19,48 +19,32 @@ from compiled_sampler.passes.blocks import all_rows
 class Trials(NamedTuple):
     """The inputs of each draft's test, in the order of the proposals; entries after the last draft belong to none."""
 
-    row_ids: Tensor
-    """int64 ``[D]``, the row that judges the draft."""
-    slots: Tensor
-    """int64 ``[D]``, the slot of that row; -1 for padding."""
-    positions: Tensor
-    """int64 ``[D]``, the position of the token that this row predicts."""
-    offsets: Tensor
-    """int64 ``[D]``, the number of rows of the same request before this row."""
-    drafts: Tensor
-    """int64 ``[D]``, the draft; -1 where it is not a token id."""
+    row_ids: Tensor  # int64 [D], the row that judges the draft
+    slots: Tensor  # int64 [D], the slot of that row; -1 for padding
+    positions: Tensor  # int64 [D], the position of the token that this row predicts
+    offsets: Tensor  # int64 [D], the number of rows of the same request before this row
+    drafts: Tensor  # int64 [D], the draft; -1 where it is not a token id
 
 
 class Layout(NamedTuple):
     """The request, the position and the draft of each row, for requests with different numbers of rows."""
 
-    slots: Tensor
-    """int64 ``[R]``, the slot of the row's request; -1 for padding."""
-    positions: Tensor
-    """int64 ``[R]``, the position of the token that the row predicts."""
-    offsets: Tensor
-    """int64 ``[R]``, the number of rows of the same request before this row."""
-    drafts: Tensor
-    """int64 ``[R]``, the draft that the row judges; -1 where there is none or it is not a token id."""
-    proposals: Tensor
-    """int64 ``[R]``, the row of the proposals that the row's draft was drawn from."""
-    trials: Trials
-    """``row_layout`` makes ``[R]``, more than there are drafts; the pipeline cuts them to ``[D]``."""
-    first_rows: Tensor
-    """int64 ``[N]``, the first row of each request."""
-    first_drafts: Tensor
-    """int64 ``[N]``, the first draft of each request, in the order of the proposals."""
-    num_drafts: Tensor
-    """int64 ``[N]``, as given; -1 for padding without rows."""
+    slots: Tensor  # int64 [R], the slot of the row's request; -1 for padding
+    positions: Tensor  # int64 [R], the position of the token that the row predicts
+    offsets: Tensor  # int64 [R], the number of rows of the same request before this row
+    drafts: Tensor  # int64 [R], the draft that the row judges; -1 where there is none or it is not a token id
+    proposals: Tensor  # int64 [R], the row of the proposals that the row's draft was drawn from
+    trials: Trials  # row_layout makes [R], more than there are drafts; the pipeline cuts them to [D]
+    first_rows: Tensor  # int64 [N], the first row of each request
+    first_drafts: Tensor  # int64 [N], the first draft of each request, in the order of the proposals
+    num_drafts: Tensor  # int64 [N], as given; -1 for padding without rows
 
 
 class Starts(NamedTuple):
     """Where requests begin."""
 
-    rows: Tensor
-    """int64 ``[N]``, the first row of each request."""
-    drafts: Tensor
-    """int64 ``[N]``, the first draft of each request, in the order of the proposals."""
+    rows: Tensor  # int64 [N], the first row of each request
+    drafts: Tensor  # int64 [N], the first draft of each request, in the order of the proposals
 
 
 def request_starts(num_drafts: Tensor, *, searched: bool) -> Starts:
@@ -211,10 +195,8 @@ def _draft_of_row(
 class CachedRows(NamedTuple):
     """The logits that drafts were drawn from, where they stand in a draft table."""
 
-    table: DraftTable
-    """``[S + 1, K, V]``."""
-    row_ids: Tensor
-    """int64 ``[D]``, the row of each draft in the table, in the order of the requests."""
+    table: DraftTable  # [S + 1, K, V]
+    row_ids: Tensor  # int64 [D], the row of each draft in the table, in the order of the requests
 
 
 def rows_of_places(slots: Tensor, places: Tensor, table: DraftTable) -> Tensor:

@@ -39,26 +39,19 @@ from compiled_sampler.speculation.row_layout import CachedRows, Layout, Trials, 
 class Tree(NamedTuple):
     """Where the nodes of each request stand."""
 
-    depths: Tensor
-    """int64 ``[N, K]``, 1 for what follows the text; 0 for what is no node, or has no way from the root."""
-    paths: Tensor
-    """int64 ``[N, K]``, a bit for each node on the way from the root to this one, which is among them."""
-    parents: Tensor
-    """int64 ``[N, K]``, in [-1, K)."""
-    is_wrong: Tensor
-    """bool ``[N]``, whether a parent is no earlier node."""
+    depths: Tensor  # int64 [N, K], 1 for what follows the text; 0 for what is no node, or has no way from the root
+    paths: Tensor  # int64 [N, K], a bit for each node on the way from the root to this one, which is among them
+    parents: Tensor  # int64 [N, K], in [-1, K)
+    is_wrong: Tensor  # bool [N], whether a parent is no earlier node
 
 
 class Ways(NamedTuple):
     """Part of the way from each node to the root, int64 ``[N, 2 + K]`` each."""
 
     # Before the nodes stand two ends of ways, which lead to themselves: what is behind a wrong parent, and the root.
-    ends: Tensor
-    """Where the part ends."""
-    paths: Tensor
-    """A bit for each node on it."""
-    depths: Tensor
-    """Their number."""
+    ends: Tensor  # where the part ends
+    paths: Tensor  # a bit for each node on it
+    depths: Tensor  # their number
 
 
 _ENDS = 2
@@ -193,12 +186,10 @@ class Nodes(NamedTuple):
     """What the tests of the nodes of each request compare under the rule ``rejection``, ``[N, K]`` each."""
 
     weighed: Weighed
-    numbers: Tensor
-    """float64, the uniform number of each test."""
+    numbers: Tensor  # float64, the uniform number of each test
     is_possible: Tensor
     """bool, whether a draft can have been drawn where it stands: not out of range, of weight 0, or a sibling again."""
-    is_sure: Tensor
-    """bool, the one token of a greedy request."""
+    is_sure: Tensor  # bool, the one token of a greedy request
 
     @property
     def is_accepted_first(self) -> Tensor:
@@ -209,20 +200,13 @@ class Nodes(NamedTuple):
 class Walk(NamedTuple):
     """How far each request has come under the rule ``rejection``, ``[N]`` each."""
 
-    node: Tensor
-    """int64, the node whose children are tested, -1 for the root."""
-    child: Tensor
-    """int64, the child to test next; K for none."""
-    rejected: Tensor
-    """int64, the last of the children that were rejected; -1 for none."""
-    debt: Tensor
-    """float64, b of the residual ``relu(p - b * q)`` that their rejections leave; 0 for none."""
-    spent: Tensor
-    """int64, their weight in q."""
-    row_ids: Tensor
-    """int64, the row of the node."""
-    proposals: Tensor
-    """int64, the row of the proposals of the child to test next."""
+    node: Tensor  # int64, the node whose children are tested, -1 for the root
+    child: Tensor  # int64, the child to test next; K for none
+    rejected: Tensor  # int64, the last of the children that were rejected; -1 for none
+    debt: Tensor  # float64, b of the residual relu(p - b * q) that their rejections leave; 0 for none
+    spent: Tensor  # int64, their weight in q
+    row_ids: Tensor  # int64, the row of the node
+    proposals: Tensor  # int64, the row of the proposals of the child to test next
 
 
 def judge_nodes(

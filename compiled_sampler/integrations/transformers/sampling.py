@@ -114,7 +114,7 @@ class Batch:
 
     params: list[Any]
     prompts: list[list[int]]  # without padding
-    positions: Tensor  # int64 ``[B]``, of the first token of each
+    positions: Tensor  # int64 [B], of the first token of each
     processors: LogitsProcessorList  # those that run before the sampler
     backend: str
     longest: int  # positions of the longest sequence
