@@ -18,7 +18,6 @@ from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.edits import bad_words, bias, changes, dry, min_tokens, penalties, recording
 from compiled_sampler.exact import row_race, threshold
 from compiled_sampler.passes import (
-    block_laws,
     bounds,
     candidates,
     kept,
@@ -227,9 +226,9 @@ TUNING: Mapping[Stage, StageTuning] = {
     law.weight_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=SMALL_ROWS),
     law.probability_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=ALWAYS, streams=True),
     law.sum_law: StageTuning(tile=_TWO_ROWS),
-    block_laws.law_scale: StageTuning(overlap_rows=ALWAYS, launches_next_promptly=True, shared_by_row_classes=True),
-    block_laws.law_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
-    block_laws.sum_block_laws: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
+    logprobs.law_scale: StageTuning(overlap_rows=ALWAYS, launches_next_promptly=True, shared_by_row_classes=True),
+    logprobs.law_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
+    logprobs.sum_block_laws: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
     kept.cut_of_drawn: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
     kept.kept_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
     kept.sum_kept: StageTuning(tile=_TWO_ROWS),
