@@ -21,7 +21,7 @@ from compiled_sampler.core.rows import row_slots_of
 from compiled_sampler.edits.recording import cut_at_stop, with_finished
 from compiled_sampler.engine.boundary.arguments import check_not_capturing
 from compiled_sampler.modes import Mode, edits_drafts
-from compiled_sampler.pipeline.eager import eagerly
+from compiled_sampler.pipeline.chunks import eagerly
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.logprobs import logprobs_of
 from compiled_sampler.pipeline.sample import keyed_by

@@ -30,7 +30,7 @@ from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import CACHE
-from compiled_sampler.pipeline.eager import eagerly
+from compiled_sampler.pipeline.chunks import eagerly
 from compiled_sampler.pipeline.edits import edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import Draw, best_step, edit_and_draw, sample_step

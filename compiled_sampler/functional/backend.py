@@ -7,7 +7,7 @@ import functools
 from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.boundary.arguments import check_progress
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
-from compiled_sampler.pipeline.eager import eagerly
+from compiled_sampler.pipeline.chunks import eagerly
 from compiled_sampler.scalars import check_choice
 
 BACKENDS = ("auto", "compiled", "eager")
