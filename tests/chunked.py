@@ -8,7 +8,7 @@ from unittest import mock
 from torch import Tensor
 
 from compiled_sampler.batch import RequestRows
-from compiled_sampler.pipeline import schedule, verify_chunks
+from compiled_sampler.pipeline import schedule, verify_rows
 from compiled_sampler.speculation.row_layout import Starts, rows_of_requests
 
 
@@ -44,6 +44,6 @@ def request_chunks_of(rows: int, vocab_size: int) -> Iterator[list[int]]:
 
     with (
         _schedules_with(EDITED_BYTES=4 * vocab_size * rows),
-        mock.patch.object(verify_chunks, "rows_of_requests", noted),
+        mock.patch.object(verify_rows, "rows_of_requests", noted),
     ):
         yield sizes

@@ -1,6 +1,6 @@
 """What requests ask of filters of whole rows: top-n-sigma, min-k, p-less, typical-p and XTC ("exclude top choices").
 
-Their stages stand in ``passes``, in files with their names.
+Their stages stand in ``passes/row_filters.py``.
 """
 
 from __future__ import annotations

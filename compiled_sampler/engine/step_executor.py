@@ -36,7 +36,7 @@ from compiled_sampler.engine.requests.uploads import LogprobTables
 from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import CACHE, Mode, edits_drafts
-from compiled_sampler.pipeline.eager import eagerly
+from compiled_sampler.pipeline.chunks import eagerly
 from compiled_sampler.pipeline.edits import edited_logits, edited_step
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.logprobs import logprobs_of

@@ -28,7 +28,7 @@ from compiled_sampler.functional.arguments import (
 from compiled_sampler.functional.row_table import marked, marked_requests, requests_with_rows
 from compiled_sampler.lowering.compiled_stages import CompiledStages, Progress
 from compiled_sampler.modes import MOST_DRAFTS, Mode, check_rule, check_tree_rule, probabilities_mode, verifying
-from compiled_sampler.pipeline.eager import eagerly
+from compiled_sampler.pipeline.chunks import eagerly
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.sharded import drawing_in

@@ -25,7 +25,7 @@ from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.lowering.layouts import TABLES, TensorSpec, copies
 from compiled_sampler.lowering.stage_code import fault_of
 from compiled_sampler.lowering.tuning import Stage, tuning_of
-from compiled_sampler.pipeline.eager import eagerly
+from compiled_sampler.pipeline.chunks import eagerly
 
 _NAN_BITS = 0x7F80_0001  # the smallest NaN, as an integer
 

@@ -28,7 +28,7 @@ from compiled_sampler.lowering.inductor.versions import is_known
 from compiled_sampler.lowering.layouts import leaves, shape
 from compiled_sampler.lowering.stage_code import EXACT_OPTIONS, StageCode, fault_of
 from compiled_sampler.lowering.tuning import Stage, is_hand_written, tuning_of
-from compiled_sampler.pipeline.eager import without_kernels
+from compiled_sampler.pipeline.chunks import without_kernels
 
 Progress = Callable[[int, int, str], object]
 

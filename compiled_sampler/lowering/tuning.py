@@ -17,7 +17,17 @@ import torch
 from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.edits import bad_words, bias, changes, dry, min_tokens, penalties, recording
 from compiled_sampler.exact import row_race, threshold
-from compiled_sampler.passes import block_laws, bounds, candidates, kept, law, logprobs, maxima, race, shards, typical_p
+from compiled_sampler.passes import (
+    bounds,
+    candidates,
+    kept,
+    law,
+    logprobs,
+    maxima,
+    race,
+    row_filters,
+    shards,
+)
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS, is_gpu, row_class
 from compiled_sampler.speculation import acceptance, emission, residual
 
@@ -214,9 +224,9 @@ TUNING: Mapping[Stage, StageTuning] = {
     law.weight_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=SMALL_ROWS),
     law.probability_blocks: StageTuning(tile=Tile(2048, 2), overlap_rows=ALWAYS, streams=True),
     law.sum_law: StageTuning(tile=_TWO_ROWS),
-    block_laws.law_scale: StageTuning(overlap_rows=ALWAYS, launches_next_promptly=True, shared_by_row_classes=True),
-    block_laws.law_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
-    block_laws.sum_block_laws: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
+    logprobs.law_scale: StageTuning(overlap_rows=ALWAYS, launches_next_promptly=True, shared_by_row_classes=True),
+    logprobs.law_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
+    logprobs.sum_block_laws: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),
     kept.cut_of_drawn: StageTuning(overlap_rows=ALWAYS, shared_by_row_classes=True),
     kept.kept_in_blocks: StageTuning(tile=Tile(1024, 1), streams=True, overlap_rows=ALWAYS),
     kept.sum_kept: StageTuning(tile=_TWO_ROWS),
@@ -225,7 +235,7 @@ TUNING: Mapping[Stage, StageTuning] = {
     ),
     logprobs.top_logprobs: StageTuning(shared_by_row_classes=True),
     logprobs.logprobs_from_kept: StageTuning(shared_by_row_classes=True, overlap_rows=ALWAYS),
-    typical_p.with_digit: StageTuning(tile=Tile(2048, 8, 1)),
+    row_filters.with_digit: StageTuning(tile=Tile(2048, 8, 1)),
     threshold.block_masses: StageTuning(tile_of_one_row=Tile(512, 2), overlap_rows=SMALL_ROWS),
     threshold.flag_exceeding_rows: StageTuning(tile=Tile(4096, 8), overlap_rows=ALWAYS, shared_by_row_classes=True),
     threshold.row_masses: StageTuning(tile=_TWO_ROWS, overlap_rows=ALWAYS),

@@ -28,12 +28,18 @@ from compiled_sampler.core.stage import holds
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.masks import row_words
 from compiled_sampler.logprobs import LogprobOutputs
-from compiled_sampler.passes.block_laws import LAW_BLOCK, BlockLaws, block_laws, sum_block_laws
 from compiled_sampler.passes.blocks import AnyLogits, all_logits, gather_logits, in_blocks, logit_blocks
 from compiled_sampler.passes.bounds import Leaders
 from compiled_sampler.passes.candidates import sort
 from compiled_sampler.passes.kept import Kept
-from compiled_sampler.passes.logprobs import Asked, logprobs_from_logits
+from compiled_sampler.passes.logprobs import (
+    LAW_BLOCK,
+    Asked,
+    BlockLaws,
+    block_laws,
+    logprobs_from_logits,
+    sum_block_laws,
+)
 from compiled_sampler.passes.maxima import BlockMaxima, first_token, kept_in_kernel, mass_units
 from compiled_sampler.passes.race import best_from_blocks, draw_from_candidates, tokens_from_packed
 

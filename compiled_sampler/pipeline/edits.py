@@ -40,8 +40,7 @@ from compiled_sampler.logprobs import LogprobInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.maxima import BlockMaxima, customized_with_maxima, masked_with_maxima
-from compiled_sampler.pipeline.chunks import in_chunks
-from compiled_sampler.pipeline.eager import in_chunks_as
+from compiled_sampler.pipeline.chunks import in_chunks, in_chunks_as
 from compiled_sampler.pipeline.row_filters import filtered_logits
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for
 

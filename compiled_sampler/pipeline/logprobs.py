@@ -16,7 +16,6 @@ from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import Run
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
-from compiled_sampler.passes.block_laws import law_in_blocks, law_scale, sum_block_laws
 from compiled_sampler.passes.blocks import AnyLogits, values_of
 from compiled_sampler.passes.candidates import all_blocks, select, sort
 from compiled_sampler.passes.kept import (
@@ -28,7 +27,15 @@ from compiled_sampler.passes.kept import (
     sum_kept,
     unfiltered_cut,
 )
-from compiled_sampler.passes.logprobs import Asked, logprobs_from_kept, tokens_before, top_logprobs
+from compiled_sampler.passes.logprobs import (
+    Asked,
+    law_in_blocks,
+    law_scale,
+    logprobs_from_kept,
+    sum_block_laws,
+    tokens_before,
+    top_logprobs,
+)
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.schedule import Schedule, schedule_for

@@ -17,18 +17,29 @@ from compiled_sampler.edits.row_filters import MinK, PLess, TopNSigma, TypicalP,
 from compiled_sampler.edits.tables import RowFilters
 from compiled_sampler.passes.candidates import select
 from compiled_sampler.passes.maxima import mass_units
-from compiled_sampler.passes.min_k import above_cliff, cliff_logit, descending, drop_keys
-from compiled_sampler.passes.p_less_and_xtc import (
+from compiled_sampler.passes.row_filters import (
+    NUM_DIGITS,
     MassUnits,
+    above_cliff,
+    cliff_logit,
+    descending,
+    digit_masses,
+    distance_sums,
+    distance_units,
+    drop_keys,
     last_top_choices,
+    logit_ends,
+    longest_kept,
     mass_sums,
     p_less_cut,
     top_choice_mass,
+    typical_search,
+    with_digit,
+    within_distance,
+    within_typical,
     without_first,
     without_light,
 )
-from compiled_sampler.passes.top_n_sigma import distance_sums, distance_units, logit_ends, longest_kept, within_distance
-from compiled_sampler.passes.typical_p import NUM_DIGITS, digit_masses, typical_search, with_digit, within_typical
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.schedule import Schedule
 from compiled_sampler.pipeline.search import block_maxima

@@ -38,9 +38,8 @@ from compiled_sampler.exact.row_race import mass_before_winner
 from compiled_sampler.exact.threshold import block_masses, row_masses
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs
 from compiled_sampler.modes import CAPACITIES, Mode
-from compiled_sampler.passes.block_laws import LAW_BLOCK, law_scale
 from compiled_sampler.passes.blocks import AnyLogits
-from compiled_sampler.passes.logprobs import top_logprobs
+from compiled_sampler.passes.logprobs import LAW_BLOCK, law_scale, top_logprobs
 from compiled_sampler.passes.maxima import mass_units
 from compiled_sampler.passes.race import draw_from_candidates
 from compiled_sampler.passes.shards import (

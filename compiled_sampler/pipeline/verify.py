@@ -34,11 +34,12 @@ from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.law import chunked_row_law, probability_law, summed, unfiltered_law
 from compiled_sampler.pipeline.sample import Draw, edit_and_draw
 from compiled_sampler.pipeline.schedule import Schedule
-from compiled_sampler.pipeline.verify_chunks import in_request_chunks, padded_to_two
 from compiled_sampler.pipeline.verify_rows import (
     VerifyRows,
     VerifySchedules,
     emitted_logprobs,
+    in_request_chunks,
+    padded_to_two,
     proposal_of,
     proposed,
     rows_of,

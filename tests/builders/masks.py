@@ -11,7 +11,7 @@ from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.bias import BiasLists
 from compiled_sampler.edits.tables import EditInputs, EditTables
 from compiled_sampler.params import SamplingParams
-from compiled_sampler.pipeline.eager import without_kernels
+from compiled_sampler.pipeline.chunks import without_kernels
 from tests.builders.edits import random_mask
 from tests.builders.filters import hard_rows
 from tests.builders.inputs import slot_table

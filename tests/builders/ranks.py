@@ -26,7 +26,7 @@ from compiled_sampler import Draft, Logprobs, Plan, Sampler, SamplingParams, Ver
 from compiled_sampler import shard as shard_module
 from compiled_sampler.edits.edit_spec import EditSizes
 from compiled_sampler.modes import RULES
-from compiled_sampler.passes.block_laws import LAW_BLOCK
+from compiled_sampler.passes.logprobs import LAW_BLOCK
 from compiled_sampler.pipeline import sharded
 from tests.builders.custom_edits import EDITS, HISTORY, V, params_with, random_inputs
 from tests.builders.edits import EDITS as EVERY_EDIT

@@ -13,7 +13,7 @@ from compiled_sampler.batch import tensors_of
 from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.modes import Mode, mode_table, verifying
-from compiled_sampler.pipeline.eager import eagerly
+from compiled_sampler.pipeline.chunks import eagerly
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.schedule import row_class, schedule_for
 from compiled_sampler.pipeline.verify import verify_step

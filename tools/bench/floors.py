@@ -21,7 +21,7 @@ import tools
 from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.passes.bounds import race_bounds
 from compiled_sampler.passes.race import race_maxima
-from compiled_sampler.pipeline.eager import without_kernels
+from compiled_sampler.pipeline.chunks import without_kernels
 from tools.bench.cases import Case
 
 _COUNTED = json.loads((Path(tools.__file__).parent / "results" / "instructions.json").read_text())

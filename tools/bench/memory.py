@@ -33,7 +33,7 @@ from compiled_sampler.core.stage import Run, fuses
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode, mode_table, verifying
-from compiled_sampler.pipeline.eager import eagerly
+from compiled_sampler.pipeline.chunks import eagerly
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.schedule import chunk_rows, is_gpu, row_bytes

@@ -31,7 +31,7 @@ from compiled_sampler.lowering import stage_code, tuning
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.stage_code import EXACT_OPTIONS
 from compiled_sampler.pipeline import schedule
-from compiled_sampler.pipeline.eager import without_kernels
+from compiled_sampler.pipeline.chunks import without_kernels
 from tools.kernels.generated_code import Kernel, fallbacks, kernels, launches, moved_bytes
 from tools.measuring import graph_time_us
 

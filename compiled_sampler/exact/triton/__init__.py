@@ -50,7 +50,7 @@ SPARE = 256
 """Entries after a full list: a program that finds it full writes there what it has, at most so much."""
 
 ENTRY_BYTES = 8
-"""An int64 each, see ``records.py``."""
+"""An int64 each, see ``rows.py``."""
 
 TILE = 128
 """Tokens of a tile of a race."""

@@ -10,29 +10,27 @@ import triton
 import triton.language as tl
 
 from compiled_sampler.core.mass import MASS_BITS
-from compiled_sampler.exact.triton.keys import (
-    HIGHEST_KEY,
-    LOWEST_KEY,
-    MASKED_KEY,
-    NO_WINNER,
-    between,
-    finite,
-    key_float,
-    nearest,
-    neighbours,
-    order_key,
-)
-from compiled_sampler.exact.triton.records import (
+from compiled_sampler.exact.triton.rows import (
     BRACKET_FIELDS,
     BRACKET_FIRST,
     BRACKET_LAST,
     FEW_ABOVE,
+    HIGHEST_KEY,
     IS_OPEN,
+    LOWEST_KEY,
+    MASKED_KEY,
+    NO_WINNER,
     SUM_FIELDS,
     TOP_K_BRACKET,
     TOP_P_BRACKET,
     WINNER_KEY,
+    between,
+    finite,
     kernel,
+    key_float,
+    nearest,
+    neighbours,
+    order_key,
 )
 from compiled_sampler.exact.triton.winner import needs_search, sample, sample_ids
 

@@ -9,29 +9,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.exact.triton.keys import (
-    HIGHEST_KEY,
-    ID_MASK,
-    KEEP_ALL,
-    LOWEST_KEY,
-    MASKED_KEY,
-    complement,
-    exp2_mass,
-    finite,
-    for_mask,
-    key_float,
-    mass_cut,
-    order_key,
-    packed_key,
-)
 from compiled_sampler.exact.triton.race import races_over_row
-from compiled_sampler.exact.triton.records import (
+from compiled_sampler.exact.triton.rows import (
     BRACKET_FIELDS,
     BRACKET_FIRST,
     BRACKET_LAST,
     FEW_ABOVE,
+    HIGHEST_KEY,
+    ID_MASK,
     IS_OPEN,
+    KEEP_ALL,
     LIST_SIZE,
+    LOWEST_KEY,
+    MASKED_KEY,
     MASS_AFTER_WINNER,
     SUM_FIELDS,
     TOP_K_BRACKET,
@@ -42,8 +32,16 @@ from compiled_sampler.exact.triton.records import (
     WEIGHT_ABOVE,
     WEIGHT_WITH,
     WINNER_KEY,
+    complement,
+    exp2_mass,
+    finite,
+    for_mask,
     kernel,
+    key_float,
     list_of,
+    mass_cut,
+    order_key,
+    packed_key,
     read_entries,
 )
 from compiled_sampler.exact.triton.search import NOTHING, STREAM, last_value, load_tile, masses, places

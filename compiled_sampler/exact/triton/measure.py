@@ -5,23 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.exact.triton.keys import (
-    FLOAT_MAX_KEY,
-    HIGHEST_KEY,
-    ID_MASK,
-    exp2_mass,
-    finite,
-    key_float,
-    last_look,
-    load_tile_words,
-    order_key,
-    unmasked,
-)
-from compiled_sampler.exact.triton.records import (
+from compiled_sampler.exact.triton.rows import (
     BRACKET_FIELDS,
     BRACKET_FIRST,
     BRACKET_LAST,
     FEW_ABOVE,
+    FLOAT_MAX_KEY,
+    HIGHEST_KEY,
+    ID_MASK,
     IS_OPEN,
     LIST_SIZE,
     MASS_AFTER_WINNER,
@@ -35,8 +26,15 @@ from compiled_sampler.exact.triton.records import (
     WEIGHT_ABOVE,
     WEIGHT_WITH,
     WINNER_KEY,
+    exp2_mass,
+    finite,
     kernel,
+    key_float,
+    last_look,
     list_of,
+    load_tile_words,
+    order_key,
+    unmasked,
     write_entries,
 )
 

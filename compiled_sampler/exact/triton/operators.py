@@ -58,7 +58,7 @@ from compiled_sampler.exact.triton.bracket import bracket_kernel
 from compiled_sampler.exact.triton.finish import finish_kernel
 from compiled_sampler.exact.triton.measure import measure_kernel
 from compiled_sampler.exact.triton.race import race_kernel
-from compiled_sampler.exact.triton.records import BRACKET_FIELDS, SUM_FIELDS
+from compiled_sampler.exact.triton.rows import BRACKET_FIELDS, SUM_FIELDS
 
 _SAMPLE, _RUN = 4096, 16  # tokens of a sample, in runs of neighbours
 _SAMPLES = 8  # looked at for a proof, at most: a wait each
@@ -114,7 +114,7 @@ class Race(NamedTuple):
 
 
 class Search(NamedTuple):
-    """What the kernels leave for each other, as ``records.py`` lays it out."""
+    """What the kernels leave for each other, as ``rows.py`` lays it out."""
 
     found: Tensor  # int64 ``[R]``, thresholds or winners
     brackets: Tensor  # int32 ``[R, BRACKET_FIELDS]``

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from compiled_sampler.core.arithmetic import BIAS, MAGIC, MAGIC_BITS
 from compiled_sampler.core.noise import BITS_OF_MINUS_2_31, BOUND, HALF_LOG, LOG, MIX_1, MIX_2, SIGN_BIT, STEP
-from compiled_sampler.exact.triton.keys import (
+from compiled_sampler.exact.triton.rows import (
     ID_MASK,
     LOWEST_KEY,
     MASKED_KEY,
@@ -26,13 +26,13 @@ from compiled_sampler.exact.triton.keys import (
     POSITIVE_INFINITY_KEY,
     exp2_mass,
     finite,
+    kernel,
     last_look,
     load_tile_words,
     pack,
     packed_key,
     unmasked,
 )
-from compiled_sampler.exact.triton.records import kernel
 
 _H0, _H1, _H2, _H3, _H4, _H5 = (tl.constexpr(c) for c in HALF_LOG)
 _L0, _L1, _L2, _L3 = (tl.constexpr(c) for c in LOG)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.exact.triton.keys import (
+from compiled_sampler.exact.triton.rows import (
     MASKED_KEY,
     between,
     complement,
@@ -23,8 +23,8 @@ from compiled_sampler.exact.triton.keys import (
     nearest,
     neighbours,
     order_key,
+    read_entries,
 )
-from compiled_sampler.exact.triton.records import read_entries
 
 _STEPS = tl.constexpr(2)  # between looks at which values exist: those save steps where values are few, and cost one
 STREAM = tl.constexpr(8)

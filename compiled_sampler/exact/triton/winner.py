@@ -18,7 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from compiled_sampler.exact.triton.keys import (
+from compiled_sampler.exact.triton.race import score_key
+from compiled_sampler.exact.triton.rows import (
     MASKED_KEY,
     NO_WINNER,
     UNKNOWN_WINNER,
@@ -33,7 +34,6 @@ from compiled_sampler.exact.triton.keys import (
     packed_id,
     packed_key,
 )
-from compiled_sampler.exact.triton.race import score_key
 from compiled_sampler.exact.triton.search import STREAM, load_tile, masses
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from compiled_sampler.exact.triton import operators
-from compiled_sampler.exact.triton.records import OWN
+from compiled_sampler.exact.triton.rows import OWN
 
 pytestmark = pytest.mark.full
 

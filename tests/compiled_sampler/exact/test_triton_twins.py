@@ -23,9 +23,8 @@ from torch import Tensor
 from compiled_sampler.core import filters, mass, noise, order, score
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact import row_race
-from compiled_sampler.exact.triton import keys as triton_keys
 from compiled_sampler.exact.triton import race as triton_race
-from compiled_sampler.exact.triton.keys import exp2_mass, finite, mass_cut, pack, packed_id, packed_key
+from compiled_sampler.exact.triton import rows as triton_rows
 from compiled_sampler.exact.triton.race import (
     admits,
     exponential,
@@ -35,6 +34,7 @@ from compiled_sampler.exact.triton.race import (
     score_key,
     token_bits,
 )
+from compiled_sampler.exact.triton.rows import exp2_mass, finite, mass_cut, pack, packed_id, packed_key
 from tests.cases.special_values import (
     bounded,
     cuts,
@@ -167,14 +167,14 @@ class Twin(NamedTuple):
 
 
 TWINS: dict[str, Twin] = {
-    "order_key": Twin(order.order_key, of_one, triton_keys.order_key, floats, (triton_keys, "ID_MASK", -1)),
-    "key_float": Twin(order.key_float, of_one, triton_keys.key_float, words, (triton_keys, "MASKED_KEY", 1)),
+    "order_key": Twin(order.order_key, of_one, triton_rows.order_key, floats, (triton_rows, "ID_MASK", -1)),
+    "key_float": Twin(order.key_float, of_one, triton_rows.key_float, words, (triton_rows, "MASKED_KEY", 1)),
     "pack": Twin(order.pack, of_two, pack, lambda: (words(), ids().flip(0)), uncomplemented),
     "packed_key": Twin(order.packed_key, of_one, packed_key, packed, low_key),
     "packed_id": Twin(lambda each: order.packed_id(each).to(torch.int32), of_one, packed_id, packed, low_id),
     "mass": Twin(
         lambda x, row_max, scale: mass.exp2_mass(mass.scaled_logits(x, row_max, scale)),
-        *(of_three, mass_of, masses, (triton_keys, "_C5", 2.0**-14)),
+        *(of_three, mass_of, masses, (triton_rows, "_C5", 2.0**-14)),
     ),
     "mass_cut": Twin(filters.mass_cut, of_two, mass_cut, cuts, floor_cut),
     "token_bits": Twin(
@@ -271,13 +271,13 @@ def test_constants_are_those_of_torch():
         "NO_WINNER": row_race.NO_WINNER,
         "UNKNOWN_WINNER": torch.iinfo(torch.int64).max,
     }
-    assert {name: getattr(triton_keys, name).value for name in values} == values
+    assert {name: getattr(triton_rows, name).value for name in values} == values
 
 
 def test_a_name_means_the_same_in_every_kernel():
     # Inductor copies what a kernel calls into one module, by name, and takes the first of two
     meanings: dict[str, Any] = {}
-    for room in ("keys", "records", "race", "winner", "search", "bracket", "measure", "finish"):
+    for room in ("rows", "race", "winner", "search", "bracket", "measure", "finish"):
         module = importlib.import_module(f"compiled_sampler.exact.triton.{room}")
         for name, meaning in vars(module).items():
             if isinstance(meaning, tl.constexpr | triton.JITFunction):

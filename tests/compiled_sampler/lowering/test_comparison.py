@@ -20,7 +20,7 @@ from compiled_sampler.edits.recording import DrawEnds
 from compiled_sampler.lowering import compiled_stages
 from compiled_sampler.lowering.comparison import KINDS, difference, hard_rows, outcome
 from compiled_sampler.lowering.compiled_stages import COMPARISON_VARIABLE, CompiledStages, StageWarning
-from compiled_sampler.passes import min_k, p_less_and_xtc, top_n_sigma, typical_p
+from compiled_sampler.passes import row_filters
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.race import first_from_blocks
 from tests.builders import custom_edits, edit_states
@@ -135,16 +135,14 @@ IDLE: dict[str, dict[Callable[..., Any], Callable[..., Any]]] = {
         recording.with_finished: partial(without_entries, recording.with_finished),
         recording.cut_at_stop: partial(without_entries, recording.cut_at_stop),
     },
-    "top_n_sigma": {top_n_sigma.longest_kept: lambda sums, row_max, *rest: torch.full_like(row_max, torch.inf)},
+    "top_n_sigma": {row_filters.longest_kept: lambda sums, row_max, *rest: torch.full_like(row_max, torch.inf)},
     "min_k": {
-        min_k.cliff_logit: lambda ordered, *rest: torch.full_like(ordered[:, 0], -torch.inf, dtype=torch.float32)
+        row_filters.cliff_logit: lambda ordered, *rest: torch.full_like(ordered[:, 0], -torch.inf, dtype=torch.float32)
     },
-    "p_less": {p_less_and_xtc.p_less_cut: lambda sums, row_max, *rest: torch.zeros_like(row_max, dtype=torch.int64)},
-    "typical_p": {typical_p.with_digit: lambda search, masses: search},
+    "p_less": {row_filters.p_less_cut: lambda sums, row_max, *rest: torch.zeros_like(row_max, dtype=torch.int64)},
+    "typical_p": {row_filters.with_digit: lambda search, masses: search},
     "xtc": {
-        p_less_and_xtc.top_choice_mass: lambda sums, row_max, *rest: torch.full_like(
-            row_max, 2**63 - 1, dtype=torch.int64
-        )
+        row_filters.top_choice_mass: lambda sums, row_max, *rest: torch.full_like(row_max, 2**63 - 1, dtype=torch.int64)
     },
     **{name: {custom.customized: logits_alone} for name in USERS},
 }

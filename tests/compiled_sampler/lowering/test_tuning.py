@@ -14,7 +14,7 @@ from compiled_sampler.passes.candidates import all_coarser, rank
 from compiled_sampler.passes.law import unfiltered_weights
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.race import race_maxima
-from compiled_sampler.pipeline.eager import without_kernels
+from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.schedule import LARGE_ROWS, SMALL_ROWS
 from tests.for_a_gpu import rows_of_one_request, tiles
 from tests.tiers import tiers

@@ -12,7 +12,7 @@ from compiled_sampler.passes import bounds
 from compiled_sampler.passes.blocks import widened
 from compiled_sampler.passes.bounds import race_bounds, race_leaders
 from compiled_sampler.pipeline import sample, schedule
-from compiled_sampler.pipeline.eager import without_kernels
+from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.sample import draw_tokens, sample_step
 from tests.builders.inputs import Calls, keeping, modes_by_name, sample_inputs
 from tests.builders.sampler import same

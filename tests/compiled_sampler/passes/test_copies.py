@@ -8,7 +8,7 @@ import torch
 from compiled_sampler import LogitEdit, Logprobs, Sampler, SamplingParams
 from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima
 from compiled_sampler.pipeline import edits as edits_module
-from compiled_sampler.pipeline.eager import without_kernels
+from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import schedule_for

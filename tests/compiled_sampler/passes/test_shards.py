@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from compiled_sampler.edits.masks import MaskedLogits, masked
-from compiled_sampler.passes.block_laws import law_in_blocks
-from compiled_sampler.passes.logprobs import tokens_before
+from compiled_sampler.passes.logprobs import law_in_blocks, tokens_before
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.shards import first_of_shard, law_keys_of_shard, law_sums_of_shard, words_of_shard
 from tests.builders.edits import random_mask

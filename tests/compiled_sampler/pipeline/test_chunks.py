@@ -18,8 +18,7 @@ from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import RULES, Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline import chunks
-from compiled_sampler.pipeline.chunks import chunk_ends
-from compiled_sampler.pipeline.eager import without_kernels
+from compiled_sampler.pipeline.chunks import chunk_ends, without_kernels
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from compiled_sampler.pipeline.verify import verify_step

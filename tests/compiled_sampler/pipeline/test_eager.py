@@ -29,9 +29,8 @@ from compiled_sampler.passes import shards
 from compiled_sampler.passes.bounds import race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.candidates import child_tokens
 from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima, order_maxima
-from compiled_sampler.pipeline import chunks, eager
-from compiled_sampler.pipeline.chunks import leaves_by_row
-from compiled_sampler.pipeline.eager import eagerly, without_kernels
+from compiled_sampler.pipeline import chunks
+from compiled_sampler.pipeline.chunks import eagerly, leaves_by_row, without_kernels
 from examples.no_digits import NoDigits
 from tests.builders.custom_edits import WORDS, custom_sampler, given_to_all
 from tests.builders.edited_drafts import COUNTS, K, draft_batch
@@ -56,7 +55,7 @@ def declared_stages() -> set[Any]:
 def compared(stage: Any, /, *tensors: Any, **static: Any) -> Any:
     """The results of a stage, which are those of two rows at once."""
     writes = tuning_of(stage).writes
-    with mock.patch.object(eager, "eager_rows", return_value=2) as asked:
+    with mock.patch.object(chunks, "eager_rows", return_value=2) as asked:
         found = outcome(partial(eagerly, stage, **static), tensors, writes=writes)
     if asked.called:
         wanted = outcome(partial(stage, **static), tensors, writes=writes)
@@ -174,8 +173,8 @@ def test_what_stands_in_for_kernels_has_as_many_parts_of_a_row_as_they_have(monk
     logits = torch.randn(5, V)
     inputs = sample_inputs(logits, [SamplingParams(seed=seed) for seed in range(5)])
     rows = gather_rows(RowSlots(inputs.table, inputs.slots, inputs.positions), stream=TARGET)
-    monkeypatch.setattr(eager, "num_parts", lambda vocab_size, num_rows, *, weighs: num_rows + weighs)
-    monkeypatch.setattr(eager, "eager_rows", lambda **_: 2)
+    monkeypatch.setattr(chunks, "num_parts", lambda vocab_size, num_rows, *, weighs: num_rows + weighs)
+    monkeypatch.setattr(chunks, "eager_rows", lambda **_: 2)
     winners = without_kernels(row_race.race_rows, logits, rows.live, rows, logits.amax(-1), None, vocab_size=V)
     flagged = FlaggedRows(rows, logits.amax(-1), rows.live)
     masses, raced = without_kernels(row_race.race_and_weigh, logits, flagged, vocab_size=V, block=32)

@@ -21,7 +21,7 @@ from compiled_sampler.lowering.tuning import is_hand_written
 from compiled_sampler.modes import verifying
 from compiled_sampler.passes import bounds
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.pipeline.eager import without_kernels
+from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, logits_to_draw_from
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.verify import verify_step

@@ -12,10 +12,22 @@ from compiled_sampler.core.order import order_key
 from compiled_sampler.edits.row_filters import MinK, PLess, TopNSigma, TypicalP
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import mode_table
-from compiled_sampler.passes.min_k import cliff_logit, descending, first_steepest
-from compiled_sampler.passes.p_less_and_xtc import MassUnits, mass_sums, p_less_cut
-from compiled_sampler.passes.top_n_sigma import distance_sums, distance_units, logit_ends, longest_kept
-from compiled_sampler.passes.typical_p import NUM_DIGITS, digit_masses, typical_search, with_digit
+from compiled_sampler.passes.row_filters import (
+    NUM_DIGITS,
+    MassUnits,
+    cliff_logit,
+    descending,
+    digit_masses,
+    distance_sums,
+    distance_units,
+    first_steepest,
+    logit_ends,
+    longest_kept,
+    mass_sums,
+    p_less_cut,
+    typical_search,
+    with_digit,
+)
 from compiled_sampler.pipeline.schedule import row_bytes
 from tests.builders.filters import filtered_by_hand, filtered_by_stages, hard_rows, same_bits
 from tests.chunked import chunks_of

@@ -8,7 +8,7 @@ from compiled_sampler.exact.triton import ENTRY_BYTES, LONGEST, SPARE, launch_cl
 from compiled_sampler.lowering.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import mode_table
-from compiled_sampler.pipeline.eager import eagerly
+from compiled_sampler.pipeline.chunks import eagerly
 from compiled_sampler.pipeline.schedule import (
     CHUNK_BYTES,
     chunk_rows,

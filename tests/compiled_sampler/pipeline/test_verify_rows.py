@@ -17,7 +17,7 @@ from compiled_sampler import Sampler, SamplingParams, Verification, VerifyOutput
 from compiled_sampler.batch import RequestRows
 from compiled_sampler.logprobs import LAWS
 from compiled_sampler.modes import mode_table, verifying
-from compiled_sampler.pipeline import verify_chunks
+from compiled_sampler.pipeline import verify_rows
 from compiled_sampler.pipeline.schedule import EDITED_BYTES, LARGE_ROWS, request_ends, warmup_batches
 from compiled_sampler.speculation.row_layout import rows_of_requests
 from tests.builders.edited_drafts import COUNTS, FORMS, DraftBatch, K, draft_batch, drafting_sampler
@@ -235,7 +235,7 @@ def test_the_comparison_sees_rows_of_another_request(field):
 
     with request_chunks_of(8, V):
         assert same(batch.verified(sampler, "block"), wanted)
-        with mock.patch.object(verify_chunks, "rows_of_requests", moved):
+        with mock.patch.object(verify_rows, "rows_of_requests", moved):
             assert not same(batch.verified(sampler, "block"), wanted)
 
 
