@@ -40,7 +40,7 @@ class DraftCache:
     def write(self, logits: Tensor, slots: Tensor, offsets: Tensor, run: Run) -> None:
         """Put logits ``[R, >=V]`` to the places of drafts; each slot once, -1 for padding, offsets in ``[0, K)``."""
         rows = all_rows(self.table)
-        rows.index_copy_(0, run(rows_of_places, slots, offsets, self.table), logits[:, : rows.shape[1]].detach())
+        rows.index_copy_(0, run(rows_of_places, slots, offsets, self.table), logits[:, : rows.shape[1]])
 
     def claim(self, plan: Plan, offset: int) -> int:
         """The number of a draft, from 1, which takes the places of the plan's requests at ``offset``."""

@@ -99,21 +99,16 @@ class StepExecutor:
         **edit_tensors: Tensor,
     ) -> Any:  # fmt: skip
         """The results of a step; arguments as the fields of ``SampleInputs`` and ``VerifyInputs``, or of the edits."""
-        logits, proposals = detached(logits), None if proposals is None else detached(proposals)
-        if self._shard is not None and not self._takes_columns(step):
-            logits = self._shard.whole_rows(logits, step.mode.vocab_size, self._run)
-            if proposals is not None:
-                proposals = self._shard.whole_rows(proposals, step.mode.vocab_size, self._run)
-        logits = steady_rows(self._run, logits)
-        proposals = None if proposals is None else steady_rows(self._run, proposals)
+        logits = self._rows_for(step, logits)
+        proposals = None if proposals is None else self._rows_for(step, proposals)
         table, edits, stops, noise, logprobs = self.table_of(step), None, None, None, None
         if step.edits:
             noise = self._edits.noise(step.edits)
             if step.has_tokens:
                 stops = self._edits.stops
             if not step.mode.from_probabilities:
-                given = {name: detached(tensor) for name, tensor in edit_tensors.items()}
-                edits = self._edits.inputs(step.edits, given, self._logprobs.processed_scale)
+                edit_inputs = {name: tensor.detach() for name, tensor in edit_tensors.items()}
+                edits = self._edits.inputs(step.edits, edit_inputs, self._logprobs.processed_scale)
         if step.logprobs is not None:
             logprobs = self._logprobs.inputs(step.logprobs, logits.shape[0])
         rows: dict[str, Any] = {"logits": logits, "slots": slots, "positions": positions, "table": table}
@@ -128,6 +123,13 @@ class StepExecutor:
         if step.kind == "best":
             return best_step(step.mode, inputs, step.num_best, self._run)
         return self._drawn(step, inputs) if step.has_tokens else self._rows_of(step, inputs)
+
+    def _rows_for(self, step: Step, rows: Tensor) -> Tensor:
+        """Logits, proposals as stages take them: without gradients, whole if a step needs it, laid out as compiled."""
+        rows = rows.detach()
+        if self._shard is not None and not self._takes_columns(step):
+            rows = self._shard.whole_rows(rows, step.mode.vocab_size, self._run)
+        return steady_rows(self._run, rows)
 
     def _takes_columns(self, step: Step) -> bool:
         """Whether a step draws from the columns of a shard; others take whole rows."""
@@ -190,11 +192,6 @@ class StepExecutor:
     def _record(self, stage: Callable[..., Any], *rows: Any, **static: Any) -> Any:
         """Write tokens of each row into the history, and return what the stage tells of the rows."""
         return self._run(stage, *self._edits.history.memory, *rows, **static)
-
-
-def detached(tensor: Tensor) -> Tensor:
-    """A tensor without a history of gradients; the very tensor where it has none."""
-    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def in_int64(inputs: Inputs) -> Inputs:

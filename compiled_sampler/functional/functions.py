@@ -77,7 +77,7 @@ def sample(
             tensors.
         vocab_size: V; None takes all columns, with ``shard`` those of all ranks.
         top_p_base: as for ``Sampler``.
-        backend: "auto" and "compiled" compile at the first call; "eager" is plain torch.
+        backend: "auto" and "compiled" run in eager torch until background processes have compiled them; "eager" stays.
         shard: as for ``Sampler``: logits are ``[R, >= width]`` of this rank's columns, all else is the same on every
             rank, as are the results.
 
@@ -97,11 +97,10 @@ def sample(
     run, count = run_of(backend), logits.shape[0]
     if not count:
         return empty_outputs(SampleOutputs, 0, form.device)
-    rows, row_positions = parameter_rows(static, parameters, count, form.device, run)
-    draws = draw_index_rows(draw_index, count, form.device)
-    inputs = SampleInputs(steady_rows(run, logits), rows.slots, row_positions, rows.table, draw_index=draws)
+    inputs = _sample_inputs(static, logits, parameters, run)
+    inputs = inputs._replace(draw_index=draw_index_rows(draw_index, count, form.device))
     drawn = sample_step(static, inputs, run, None if shard is None else drawing_in(shard))
-    return run(marked, drawn, rows.slots)
+    return run(marked, drawn, inputs.slots)
 
 
 @known_keywords
@@ -126,12 +125,16 @@ def probs(
     seeds = torch.zeros(logits.shape[0], dtype=torch.int64, device=form.device)  # a law has no noise
     parameters = Parameters(seeds, 0, temperature, top_k, top_p, min_p)
     static = chosen_mode(mode, form.vocab_size, top_p_base, parameters)
-    run, count = run_of(backend), logits.shape[0]
-    if not count:
+    run = run_of(backend)
+    if not len(logits):
         return empty_outputs(ProbabilityOutputs, form.vocab_size, form.device).probabilities
-    rows, row_positions = parameter_rows(static, parameters, count, form.device, run)
-    inputs = SampleInputs(steady_rows(run, logits), rows.slots, row_positions, rows.table)
-    return probability_step(static, inputs, run).probabilities
+    return probability_step(static, _sample_inputs(static, logits, parameters, run), run).probabilities
+
+
+def _sample_inputs(mode: Mode, logits: Tensor, parameters: Parameters, run: Run) -> SampleInputs:
+    """Logits ``[R, n]`` with the parameters of their rows."""
+    rows, positions = parameter_rows(mode, parameters, len(logits), logits.device, run)
+    return SampleInputs(steady_rows(run, logits), rows.slots, positions, rows.table)
 
 
 @known_keywords
@@ -286,7 +289,8 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, parameters: Param
     run, (count, width) = run_of(backend), draft_token_ids.shape
     if not count:
         return empty_outputs(VerifyOutputs, width + 1, form.device, of_trees=parents is not None)
-    target, proposals = steady_rows(run, target), None if proposals is None else steady_rows(run, proposals)
+    target = steady_rows(run, target)
+    proposals = None if proposals is None else steady_rows(run, proposals)
     requests, first_positions = parameter_rows(mode, parameters, count, form.device, run)
     tokens = draft_token_ids.to(torch.int64)
     counts = torch.full_like(first_positions, width) if num_drafts is None else num_drafts.to(torch.int64)

@@ -150,10 +150,10 @@ def _edited(
         if _is_masked(edits) and not is_copied_later:
             logits, maxima = _copied(logits, row_slots, edits, schedule, run, wanted)
     elif is_listed:
-        logits, _ = _copied(_detached(logits), row_slots, edits, schedule, run, None)
+        logits, _ = _copied(logits, row_slots, edits, schedule, run, None)
         write_lists(logits, row_slots, edits.tables, run)
     elif not is_copied_later:
-        logits, maxima = _copied(_detached(logits), row_slots, edits, schedule, run, wanted)
+        logits, maxima = _copied(logits, row_slots, edits, schedule, run, wanted)
     if edits.custom is not None:
         logits, maxima = _customized(logits, row_slots, edits, schedule, run, wanted)
     assert isinstance(logits, Tensor)
@@ -166,7 +166,7 @@ def _listed_in_place(
     """The caller's logits ``[R, V]``, in which lists are written now; ``undo`` takes that back, if it is asked for."""
     restores = edits.leave == RESTORE
     assert not (restores and undo is None)
-    x = logits.detach()[:, : schedule.mode.vocab_size]
+    x = logits[:, : schedule.mode.vocab_size]
     write_lists(x, row_slots, edits.tables, run, undo if restores else None)
     return x
 
@@ -229,11 +229,6 @@ def _customized(
     if wanted is None:
         return run(customized, logits, *read, edits=edits.custom, vocab_size=schedule.mode.vocab_size), None
     return run(customized_with_maxima, logits, *read, edits=edits.custom, **wanted)
-
-
-def _detached(logits: Tensor | PickedRows) -> Tensor | PickedRows:
-    """The logits without gradients, none of which is right of what is written as integers."""
-    return logits.detach() if isinstance(logits, Tensor) else logits._replace(values=logits.values.detach())
 
 
 def _may_write(logits: Tensor, edits: EditInputs) -> bool:

@@ -169,7 +169,7 @@ def _edited_columns(
     def edited_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs) -> Tensor:
         rows = logits.new_full((logits.shape[0], vocab_size), -math.inf, dtype=torch.float32)
         own = shard.own(rows, vocab_size)
-        own.copy_(logits.detach()[:, : own.shape[1]])
+        own.copy_(logits[:, : own.shape[1]])
         return shard.own(edited_logits(schedule, rows, row_slots, edits, run), vocab_size).contiguous()
 
     edited = schedule_for(schedule.mode, logits.shape[0], logits.device, is_edited=True)
