@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_MOST_BYTES, _MOST_SENT = 1 << 21, 32
+_MOST_BYTES, _MOST_SENT, _MOST_SLICES = 1 << 21, 32, 4096
 _ALIGNED = 16  # words; where parts begin, since compiled callables copy what is not aligned
 _WORD = torch.int32
 
@@ -25,7 +27,8 @@ class PinnedRing:
         self._half = max(1, min(_MOST_SENT, _MOST_BYTES // max(4 * size, 1)) // 2)  # entries of each half
         self._entry = 0
         self._events: list[Any] = [None, None]  # recorded when all entries of a half were sent; untyped in torch
-        self._memory: Any = None  # pinned, ``size`` words for each entry; and the same as bytes
+        self._memory: Any = None  # pinned, ``size`` words for each entry; and the same as slices and as bytes
+        self._slice = _kept_slices(torch.empty(0))
         self._bytes = memoryview(b"")
 
     def send(self, words: bytes | memoryview, target: Tensor) -> None:
@@ -40,7 +43,7 @@ class PinnedRing:
         self._entry = (entry + 1) % (2 * self._half)
         first, item = entry * self._size, _WORD.itemsize
         self._bytes[first * item : first * item + size] = words
-        target.copy_(self._memory[first : first + size // item], non_blocking=True)
+        target.copy_(self._slice(first, first + size // item), non_blocking=True)
 
     def _turn(self) -> None:
         """Go on to the other half, in new memory if the device has not yet read what that half held."""
@@ -52,9 +55,19 @@ class PinnedRing:
         is_behind = self._events[half] is not None and not self._events[half].query()
         if self._memory is None or is_behind:
             self._memory = torch.empty(2 * self._half * self._size, dtype=_WORD, device="cpu", pin_memory=True)
-            self._bytes = self._memory.numpy().data.cast("B")
+            self._slice, self._bytes = _kept_slices(self._memory), self._memory.numpy().data.cast("B")
             self._events = [None, None]
         self._events[half] = None
+
+
+def _kept_slices(tensor: Tensor) -> Callable[[int, int], Tensor]:
+    """Slices of a tensor of one dimension, which are kept: a new one takes 1 to 3 us of a step."""
+
+    def new_slice(first: int, end: int) -> Tensor:
+        with torch.inference_mode(False):
+            return tensor[first:end]
+
+    return lru_cache(_MOST_SLICES)(new_slice)
 
 
 def part_of(words: Tensor, dtype: torch.dtype, start: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
@@ -83,11 +96,10 @@ class HostMirror:
         self.here = np.zeros(num_words, np.int32)
         with torch.inference_mode(False):  # a tensor made under inference mode could not be written outside of it
             self.there = torch.zeros(num_words, dtype=_WORD, device=device)
-        self._bytes, self._device = self.here.data.cast("B"), device
+        self._bytes, self._slice, self._device = self.here.data.cast("B"), _kept_slices(self.there), device
         self._ring = PinnedRing(num_words, device)
         self._num_taken = 0
         self._first, self._end = num_words, 0  # of the words that the device lacks
-        self._sent: tuple[int, int, Tensor] = (0, 0, self.there[:0])  # the last; a view takes 1 to 3 us of a step
 
     @staticmethod
     def aligned(num_words: int) -> int:
@@ -130,7 +142,5 @@ class HostMirror:
         if not is_replayed and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("words of a mirror must not be pending inside a capture, which would freeze them")
         size = _WORD.itemsize
-        if self._sent[:2] != (first, end):
-            self._sent = first, end, self.there[first:end]
-        self._ring.send(self._bytes[first * size : end * size], self._sent[2])
+        self._ring.send(self._bytes[first * size : end * size], self._slice(first, end))
         self._first, self._end = len(self.here), 0  # only now: where it fails, a later upload tries again

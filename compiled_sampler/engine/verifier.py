@@ -203,26 +203,26 @@ def _first_places(verified: VerifyOutputs, count: int) -> VerifyOutputs:
     return verified._replace(token_ids=verified.token_ids[:, :count], logprobs=logprobs)
 
 
-def _padded(plan: Plan, token_ids: Tensor) -> Tensor:
-    """Drafts ``[N, K]``; flat ones ``[D]`` as a view if all requests have K drafts, else by one gather."""
-    shape = len(plan.slots), plan.width
-    if token_ids.dim() == 2:
-        return token_ids
-    if plan.has_equal_counts:
-        return token_ids.view(shape)
-    if plan.has_planned_counts:
-        return token_ids[plan.padded].view(shape)
-    return padded(token_ids, plan.counts, plan.width)
+def _padded(plan: Plan, values: Tensor, width: int) -> Tensor:
+    """Numbers of drafts ``[N, width]``, -1 where there is no draft; flat ones ``[D]`` are a view if all have K."""
+    if values.dim() == 1:
+        shape = len(plan.slots), plan.width
+        if plan.has_equal_counts:
+            values = values.view(shape)
+        elif plan.has_planned_counts:
+            values = values[plan.padded].view(shape)
+        else:
+            values = padded(values, plan.counts, plan.width)
+    missing = width - values.shape[1]
+    return F.pad(values, (0, missing), value=-1) if missing else values
 
 
 def _step_inputs(plan: Plan, call: VerifyCall, step: Step) -> dict[str, Tensor]:
-    """The inputs of a verification step by name, its drafts padded with -1 to as many as it takes."""
-    by_draft = {"draft_token_ids": call.token_ids, **({} if call.parents is None else {"parents": call.parents})}
-    for name, values in by_draft.items():
-        by_draft[name] = _padded(plan, values)
-        if missing := step.width - by_draft[name].shape[1]:
-            by_draft[name] = F.pad(by_draft[name], (0, missing), value=-1)
-    tensors = {"logits": call.target, "positions": call.positions, **by_draft, **call.edit_tensors}
+    """The inputs of a verification step by name, its drafts padded to as many as it takes."""
+    tensors = {"logits": call.target, "positions": call.positions, **call.edit_tensors}
+    tensors["draft_token_ids"] = _padded(plan, call.token_ids, step.width)
+    if call.parents is not None:
+        tensors["parents"] = _padded(plan, call.parents, step.width)
     proposals = call.proposals.rows(step.mode.drafts, call.target)
     if proposals is not None:
         tensors["proposals"] = proposals
