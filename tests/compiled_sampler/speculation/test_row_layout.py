@@ -40,59 +40,30 @@ def looped(
     return rows
 
 
-def laid_out(
-    num_drafts: list[int], seed: int, extra_rows: int = 0, *, searched: bool = False
-) -> tuple[list[tuple[Any, ...]], Any]:
-    """Rows by the loop, and the layout of the same requests; what lies beyond a request's drafts is random too."""
-    generator = torch.Generator().manual_seed(seed)
-    count, width = len(num_drafts), max(*num_drafts, 0)
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 2**32))
+def test_rows_are_those_of_a_loop_over_requests_compared_or_searched(num_drafts, extra_rows, seed):
+    """Padding may be anywhere; what lies beyond a request's drafts is random, and rows beyond the last are padding."""
+    generator, count = torch.Generator().manual_seed(seed), len(num_drafts)
     slots = torch.randint(0, 100, (count,), generator=generator)
     slots[torch.tensor(num_drafts) < 0] = -1
     positions = torch.randint(0, 2**40, (count,), generator=generator)
-    drafts = torch.randint(-2, V + 3, (count, width), generator=generator)
-    logits = torch.empty(sum(num_drafts) + count + extra_rows, 1)
-    layout = row_layout(logits, slots, positions, torch.tensor(num_drafts), drafts, vocab_size=V, searched=searched)
-    assert layout.first_drafts.tolist() == [sum(max(k, 0) for k in num_drafts[:n]) for n in range(count)]
-    return looped(num_drafts, slots.tolist(), positions.tolist(), drafts.tolist()), layout
-
-
-def assert_same(rows: list[tuple[Any, ...]], layout: Any) -> None:
-    judges = layout.trials.row_ids.tolist()
-    assert all(0 <= row < len(judges) for row in judges)
-    for row, (slot, position, offset, draft, proposal) in enumerate(rows):
-        found = [int(values[row]) for values in layout[:4]]
-        assert found == [slot, position, offset, draft]
-        assert proposal is None or int(layout.proposals[row]) == proposal
-        if proposal is not None:
-            trial = [int(values[proposal]) for values in layout.trials]
-            assert trial == [row, slot, position, offset, draft]
-
-
-@given(
-    st.lists(st.integers(-1, 5), min_size=2, max_size=8).filter(lambda counts: max(counts) >= 0), st.integers(0, 2**32)
-)
-def test_rows_are_those_of_a_loop_over_requests_with_padding_anywhere(num_drafts, seed):
-    assert_same(*laid_out(num_drafts, seed))
-
-
-@pytest.mark.parametrize("extra_rows", [1, 5])
-def test_rows_beyond_the_last_request_are_padding(extra_rows):
-    rows, layout = laid_out([2, 0, 3], 1, extra_rows)
-    assert_same(rows, layout)
-    assert (layout.slots[len(rows) :] == -1).all()
-    assert (layout.drafts[len(rows) :] == -1).all()
-
-
-@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 2**32))
-def test_searched_requests_are_those_of_comparisons(num_drafts, extra_rows, seed):
-    _, compared = laid_out(num_drafts, seed, extra_rows)
-    _, searched = laid_out(num_drafts, seed, extra_rows, searched=True)
-    assert torch.equal(torch.cat([*compared.trials]), torch.cat([*searched.trials]))
-    assert all(torch.equal(a, b) for a, b in zip(compared, searched, strict=True) if isinstance(a, torch.Tensor))
-    counts, proposals = torch.tensor(num_drafts), torch.empty(sum(max(k, 0) for k in num_drafts) + extra_rows, 1)
-    slots = torch.arange(len(num_drafts))
-    one, other = (proposal_slots(proposals, slots, counts, searched=each) for each in (False, True))
-    assert torch.equal(one, other)
+    drafts = torch.randint(-2, V + 3, (count, max(*num_drafts, 0)), generator=generator)
+    rows = looped(num_drafts, slots.tolist(), positions.tolist(), drafts.tolist())
+    proposers = [row for row, (*_, proposal) in enumerate(rows) if proposal is not None]
+    given = torch.empty(len(rows) + extra_rows, 1), slots, positions, torch.tensor(num_drafts), drafts
+    proposals = torch.empty(len(proposers) + extra_rows, 1)
+    for searched in (False, True):
+        layout = row_layout(*given, vocab_size=V, searched=searched)
+        assert layout.first_drafts.tolist() == [sum(max(k, 0) for k in num_drafts[:n]) for n in range(count)]
+        found = torch.stack(layout[:4], 1).tolist()
+        assert found[: len(rows)] == [[*row[:4]] for row in rows]
+        assert all((slot, draft) == (-1, -1) for slot, _, _, draft in found[len(rows) :])
+        assert layout.proposals[proposers].tolist() == list(range(len(proposers)))
+        trials = torch.stack([*layout.trials], 1).tolist()
+        assert all(0 <= row < max(len(given[0]), 1) for row, *_ in trials)
+        assert trials[: len(proposers)] == [[row, *rows[row][:4]] for row in proposers]
+        owners = proposal_slots(proposals, slots, given[3], searched=searched)
+        assert owners[: len(proposers)].tolist() == [rows[row][0] for row in proposers]
 
 
 def test_compiled_searches_find_the_same_requests():
