@@ -112,21 +112,9 @@ def test_any_number_of_top_tokens_is_exact(count, mode, generator):
     assert torch.equal(found.top, beyond.gather(1, found.top_token_ids % (V + 1)))
 
 
-@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_a_row_has_the_same_bits_in_every_batch(wanted):
-    inputs, edited, scale = hard_batch()
-    tokens = sample_step(full_mode(V), inputs).token_ids
-    whole = logprobs(full_mode(V), inputs, tokens, wanted, edited=edited, scale=scale)
-    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(5))
-    for rows in (torch.tensor([1]), order[:2], order[:33], order):
-        part = SampleInputs(*(each[rows] for each in inputs[:3]), inputs.table)
-        found = logprobs(full_mode(V), part, tokens[rows], wanted, edited=edited[rows], scale=scale)
-        assert differing(found, rows_of(whole, rows)) == []
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, mode):
+def test_hard_rows_have_the_same_bits_in_every_mode_schedule_chunk_batch_and_denormal_mode(wanted, mode):
     inputs, edited, scale = hard_batch(mode)
     chosen = modes_by_name(V)[mode]
     tokens = sample_step(chosen, inputs).token_ids
@@ -137,25 +125,20 @@ def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, m
         schedule = gpu_schedule(chosen, rows)
         by_gpu = logprobs(chosen, inputs, tokens, wanted, without_kernels, **given, schedule=schedule)
         assert differing(found, by_gpu) == []
-    with chunks_of(70):
-        assert differing(found, logprobs(chosen, inputs, tokens, wanted, **given)) == []
+    for changed in (chunks_of(70), flushing()):
+        with changed:
+            assert differing(found, logprobs(chosen, inputs, tokens, wanted, **given)) == []
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(5))
+    for rows in (torch.tensor([1]), order[:2], order[:33], order):
+        part = SampleInputs(*(each[rows] for each in inputs[:3]), inputs.table)
+        of_part = logprobs(chosen, part, tokens[rows], wanted, edited=edited[rows], scale=scale)
+        assert differing(of_part, rows_of(found, rows)) == []
     assert not any(each.isnan().any() for each in found)
     nothing = (inputs.slots < 0) | ~(inputs.logits if wanted.of == "raw" else edited).gt(-math.inf).any(-1)
     assert nothing.any()
     for name in ("token", "rank", "top_token_ids", "top", "entropy"):
         values = getattr(found, name)[nothing]
         assert (values == (-math.inf if values.is_floating_point() else -1)).all()
-
-
-@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_the_denormal_mode_of_the_thread_changes_nothing(wanted):
-    inputs, edited, scale = hard_batch()
-    chosen = full_mode(V)
-    tokens = sample_step(chosen, inputs).token_ids
-    before = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
-    with flushing():
-        found = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
-    assert differing(found, before) == []
 
 
 def test_a_token_without_integer_weight_has_a_logprob():
