@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.batch import RowStatus
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.sample import sample_step
 from tests.builders.inputs import modes_by_name, sample_inputs
@@ -29,17 +28,6 @@ def test_padding_columns_are_never_read(name, poison, generator):
     wide = inputs._replace(logits=padded)
     assert same(sample_step(mode, wide), sample_step(mode, inputs))
     assert torch.equal(probability_step(mode, wide).probabilities, probability_step(mode, inputs).probabilities)
-
-
-@pytest.mark.parametrize("name", list(modes_by_name(600)))
-def test_flags_add_up(name):
-    logits = torch.full((3, 600), -math.inf)
-    logits[1, 5] = logits[2, 6] = math.nan
-    logits[2, 7] = math.inf
-    result = sample_step(modes_by_name(600)[name], sample_inputs(logits, [SamplingParams(seed=1, top_k=1)] * 3))
-    both = RowStatus.NAN_SEEN | RowStatus.ALL_MASKED
-    assert result.token_ids.tolist() == [-1, -1, 7]
-    assert result.status.tolist() == [RowStatus.ALL_MASKED, both, RowStatus.NAN_SEEN | RowStatus.POSITIVE_INFINITY]
 
 
 TOP_P = {
