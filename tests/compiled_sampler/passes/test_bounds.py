@@ -109,6 +109,18 @@ def test_blocks_that_min_p_drops_are_not_looked_at(generator, monkeypatch):
     assert leaders.needs_race.sum() > 100
 
 
+def test_a_greedy_row_is_settled_and_rows_of_infinities_where_few_blocks_have_one():
+    logits = torch.zeros(4, 600)  # ties everywhere
+    logits[1] = torch.inf
+    logits[2, :16] = torch.inf
+    logits[3] = -torch.inf
+    params = [SamplingParams(seed=seed, temperature=t) for seed, t in enumerate((0.0, 1.0, 1.0, 1.0))]
+    inputs = sample_inputs(logits, params)
+    made, leaders = drawn(inputs, "no_filter")
+    assert leaders.needs_race.tolist() == [False, True, False, True]
+    assert same(made, sample_step(modes_by_name(600)["no_filter"], inputs))
+
+
 def nan_before_the_first(vocab_size: int, block: int) -> torch.Tensor:
     """A row whose largest logit is in the first block and once more in one of four blocks with a NaN."""
     row = torch.zeros(vocab_size)

@@ -15,6 +15,7 @@ from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.kept import cut_of_drawn
 from compiled_sampler.pipeline.chunks import without_kernels
+from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.inputs import covering_modes, full_mode, modes_by_name, sample_inputs, slot_table
@@ -29,13 +30,14 @@ from tests.builders.logprobs import (
     rows_of,
     wrong_fields,
 )
-from tests.builders.masks import masked_inputs, params_of, stages_watched
+from tests.builders.masks import MASKED_MODES, masked_inputs, params_of, stages_watched
 from tests.builders.sampler import REQUESTS, same
 from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.chunked import chunks_of
 from tests.for_a_gpu import gpu_schedule, schedule_by_bounds
 from tests.oracles import oracle_logprobs as oracle
 from tests.torch_states import flushing
+from tools.kernels.launches import for_a_gpu
 
 V = 129
 PARAMS = [*REQUESTS.values(), SamplingParams(temperature=0.5, top_k=1, seed=7)]
@@ -225,13 +227,18 @@ def faults(
 
 
 SIZES = (1, 127, 129, 600)
-OF_KEPT = [*EVERYTHING, Logprobs(of="filtered"), Logprobs(num_kept=True), Logprobs(boundary=True)]
+OF_KEPT = [*EVERYTHING, replace(EVERYTHING[1], top=80)]
+OF_KEPT += [Logprobs(of="filtered"), Logprobs(num_kept=True), Logprobs(boundary=True)]
 
 
-def schedules(mode, rows):
-    """That of the CPU, and that of many rows on a GPU."""
-    bounded = replace(schedule_by_bounds(mode, rows, 8), reads_masks=True)
-    return schedule_for(mode, rows, torch.device("cpu")), bounded
+def schedules(mode, inputs, wanted):
+    """That of the CPU, that of a GPU, and that of many rows there, whose race by bounds reads masks."""
+    rows = len(inputs.logits)
+    with for_a_gpu():
+        found = [drawing_schedule(mode, inputs.logits, inputs.edits, LogprobInputs(wanted))]
+    if mode.name in ("no_filter", "min_p"):
+        found.append(replace(schedule_by_bounds(mode, rows, 8), reads_masks=True))
+    return schedule_for(mode, rows, torch.device("cpu")), *found
 
 
 def drawn(schedule, inputs, wanted, scale, run=without_kernels):
@@ -239,10 +246,10 @@ def drawn(schedule, inputs, wanted, scale, run=without_kernels):
     return edit_and_draw(schedule, inputs._replace(logprobs=LogprobInputs(wanted, ids, scale)), run)
 
 
-@pytest.mark.parametrize("wanted", OF_KEPT, ids=lambda each: each.label)
+@pytest.mark.parametrize("wanted", OF_KEPT, ids=lambda each: f"{each.label} {each.top}")
 @pytest.mark.parametrize("vocab_size", SIZES)
-@pytest.mark.parametrize("name", ["no_filter", "min_p"])
-def test_logprobs_by_a_maximum_that_the_draw_found_are_those_of_any_other_way(name, vocab_size, wanted):
+@pytest.mark.parametrize("name", MASKED_MODES)
+def test_logprobs_by_a_maximum_that_the_draw_found_and_of_masked_rows_are_those_of_a_copy(name, vocab_size, wanted):
     """Of bare rows and of rows with masks."""
     if wanted.token_ids is not None and vocab_size < 4:
         wanted = replace(wanted, token_ids=(0,))
@@ -253,7 +260,7 @@ def test_logprobs_by_a_maximum_that_the_draw_found_are_those_of_any_other_way(na
         logits = torch.where(inputs.logits.isnan(), torch.nan, inputs.logits)  # with the sign that CUDA gives it
         inputs = inputs._replace(logits=logits)
         right = logprobs(mode, inputs, plain.token_ids, wanted, edited=left.logits, scale=scale)
-        for schedule in schedules(mode, len(logits)):
+        for schedule in schedules(mode, inputs, wanted):
             made = drawn(schedule, inputs, wanted, scale)
             assert same(bare(made), plain)
             assert differing(made.logprobs, right) == []
@@ -262,7 +269,7 @@ def test_logprobs_by_a_maximum_that_the_draw_found_are_those_of_any_other_way(na
 def stages_of(name, wanted):
     """Names of the stages that a GPU runs for many rows, in their order."""
     found, inputs = list[str](), masked_inputs(name, "both", 129)[1]
-    drawn(schedules(modes_by_name(129)[name], len(inputs.logits))[1], inputs, wanted, None, stages_watched(found))
+    drawn(schedules(modes_by_name(129)[name], inputs, wanted)[-1], inputs, wanted, None, stages_watched(found))
     return found
 
 
@@ -276,7 +283,7 @@ def test_one_more_pass_sums_the_kept_tokens(name, wanted):
 
 def test_a_maximum_that_is_not_the_rows_changes_logprobs(monkeypatch):
     wanted, inputs = Logprobs(of="filtered"), masked_inputs("no_filter", "both", 129)[1]
-    bounded = schedules(modes_by_name(129)["no_filter"], len(inputs.logits))[1]
+    bounded = schedules(modes_by_name(129)["no_filter"], inputs, wanted)[-1]
     right = drawn(bounded, inputs, wanted, None)
 
     def other(row_max, *rest, **static):

@@ -30,8 +30,8 @@ from compiled_sampler.pipeline.schedule import schedule_for
 from compiled_sampler.pipeline.verify import verify_step
 from tests.builders.filters import same_bits
 from tests.builders.inputs import BASES, modes_by_name
-from tests.builders.logprobs import EVERYTHING, differing, processed_scale
-from tests.builders.masks import MASKED_MODES, MASKS, masked_inputs, params_of, stages_watched, with_bias
+from tests.builders.logprobs import EVERYTHING
+from tests.builders.masks import MASKED_MODES, MASKS, masked_inputs, stages_watched, with_bias
 from tests.builders.sampler import same
 from tests.chunked import chunks_of
 from tests.for_a_gpu import gpu_schedule, schedule_by_bounds
@@ -62,17 +62,6 @@ def schedule_of(mode, inputs):
 def told(schedule, rows):
     """The schedule with maxima of copies, by keys as in C++; and that of a GPU, by bits and with the tokens' names."""
     return [replace(each, copies_with_maxima=True) for each in (schedule, gpu_schedule(schedule.mode, rows))]
-
-
-def logprobs_that_read_masks(name):
-    """Of each law all that can be asked for; in modes whose search keeps tokens nothing of these."""
-    if name not in SEARCHING:
-        return EVERYTHING
-    return [replace(each, num_kept=False, boundary=False) for each in EVERYTHING if each.of != "filtered"]
-
-
-def label(each):
-    return each.of if isinstance(each, Logprobs) else each
 
 
 def drawn(schedule, inputs, run=without_kernels, logprobs=None):
@@ -192,21 +181,6 @@ def test_chunks_of_rows_read_their_own_masks(name):
     mode = modes_by_name(129, "all")[name]
     with chunks_of(5), for_a_gpu():
         assert same(sample_step(mode, with_masks, without_kernels), sample_step(mode, left, without_kernels))
-
-
-@pytest.mark.parametrize(
-    ("name", "wanted"), [(name, each) for name in MASKED_MODES for each in logprobs_that_read_masks(name)], ids=label
-)
-def test_logprobs_of_masked_rows_are_those_of_the_copy(name, wanted):
-    with_masks, _ = masked_inputs(name, "both", 129)
-    rows = len(with_masks.slots)
-    for asked in (wanted, replace(wanted, top=80)):
-        given = LogprobInputs(asked, torch.tensor([asked.token_ids] * rows), processed_scale(params_of(name)))
-        schedule = schedule_of(modes_by_name(129)[name], with_masks)
-        made = drawn(schedule, with_masks, logprobs=given)
-        told = drawn(replace(schedule, reads_masks=False), with_masks, logprobs=given)
-        assert torch.equal(made.token_ids, told.token_ids)
-        assert differing(made.logprobs, told.logprobs) == []
 
 
 @pytest.mark.parametrize("name", MASKED_MODES)

@@ -1,6 +1,6 @@
 """Rows of ragged requests, of their drafts and of what they emit: a loop over requests finds the same."""
 
-import math
+import random
 from typing import Any
 
 import pytest
@@ -10,17 +10,15 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from compiled_sampler.batch import DraftTable
-from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.speculation.emission import by_request, emitted_rows
+from compiled_sampler.speculation import trees
+from compiled_sampler.speculation.emission import emitted_rows
 from compiled_sampler.speculation.row_layout import (
-    Starts,
     proposal_slots,
-    request_starts,
     row_layout,
     rows_of_drafts,
-    rows_of_requests,
 )
+from tests.builders.trees import path_of, random_parents
 from tools.bench.memory import scratch_bytes
 
 V = 10
@@ -89,20 +87,6 @@ def test_a_hundred_thousand_requests_take_no_memory_but_a_few_numbers_a_row():
     assert torch.equal(layout[0].slots, torch.repeat_interleave(counts + 1))
 
 
-@pytest.mark.parametrize("searched", [False, True])
-def test_rows_of_some_requests_begin_with_those_of_the_first(searched):
-    """As many as all drafts would need; behind the last row of the batch, that row again."""
-    counts, logits, proposals = torch.tensor([2, -1, 0, 1, 1]), torch.empty(8, 1), torch.empty(4, 1)
-    starts, drafts = request_starts(counts, searched=searched), torch.empty(5, 2)
-    assert starts.rows.tolist() == [0, 3, 3, 4, 6]
-    assert starts.drafts.tolist() == [0, 2, 2, 2, 3]
-    for first, rows, proposed in ((1, [3, 4, 5, 6, 7, 7], [2, 3, 3, 3]), (3, [4, 5, 6, 7, 7, 7], [2, 3, 3, 3])):
-        part = Starts(*(each[first : first + 2] for each in starts))
-        found = rows_of_requests(part, drafts[first : first + 2], logits, proposals)
-        assert (found.row_ids.tolist(), found.proposal_ids.tolist()) == (rows, proposed)
-        assert rows_of_requests(part, drafts[first : first + 2], logits, None).proposal_ids is None
-
-
 CACHE_SLOTS, WIDTH, WIDE = 5, 3, 7
 TABLE = DraftTable(torch.arange((CACHE_SLOTS + 1) * WIDTH * WIDE).view(CACHE_SLOTS + 1, WIDTH, WIDE).float())
 
@@ -131,13 +115,21 @@ def test_a_row_has_the_token_that_it_emits():
     assert rows.slots.tolist() == [4, 4, -1, 0, 2, 2, 2, 2, -1, -1, -1, -1]
 
 
-def test_results_come_back_by_request_and_place():
-    found = torch.arange(12.0)
-    rows = LogprobOutputs(found, top_token_ids=torch.arange(24).view(12, 2), top=found[:, None].expand(-1, 2).clone())
-    by = by_request(rows, NUM_DRAFTS, TOKEN_IDS)
-    none = -math.inf
-    wanted = [[0.0, 1.0, none, none], [none] * 4, [3.0, none, none, none], [4.0, 5.0, 6.0, 7.0], [none] * 4]
-    assert by.token.tolist() == wanted
-    assert by.top[..., 1].tolist() == wanted
-    assert by.top_token_ids[..., 0].tolist() == [[0, 2, -1, -1], [-1] * 4, [6, -1, -1, -1], [8, 10, 12, 14], [-1] * 4]
-    assert by.rank is by.given is by.entropy is by.num_kept is by.boundary is None
+# Depths and paths of nodes, whatever parents are.
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "garbage"])
+@pytest.mark.parametrize("width", [1, 8, 9, 64])
+def test_nodes_have_the_depth_and_the_path_of_a_climb(kind, width):
+    source = random.Random(width)
+    every = [random_parents(source, width, kind) for _ in range(20)]
+    counts = [source.randrange(width + 1) for _ in every]
+    parents, num_drafts = torch.tensor(every), torch.tensor(counts)
+    made = trees.tree_of(trees.first_ways(parents, num_drafts), parents, num_drafts)
+    for n, (tree, count) in enumerate(zip(every, counts, strict=True)):
+        for node in range(width):
+            path = path_of(tree, node) if node < count else None
+            assert made.depths[n, node] == len(path or ())
+            if path is not None:
+                assert int(made.paths[n, node]) % 2**64 == sum(1 << each for each in path)
+        assert made.is_wrong[n] == any(not -1 <= tree[node] < node for node in range(count))
