@@ -1,6 +1,7 @@
 """The promise: a token depends on its row and its request alone, whatever computes it and whatever stands beside it."""
 
 import contextlib
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -8,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_sampler import SampleOutputs, Sampler
+from compiled_sampler import SampleOutputs, Sampler, SamplingParams
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.modes import mode_table
+from compiled_sampler.pipeline.law import probability_step
+from compiled_sampler.pipeline.sample import sample_step
+from tests.builders.inputs import modes_by_name, sample_inputs
 from tests.builders.sampler import V, held, same, shared_sampler
 from tests.cases.compared_batches import arranged, direct, num_mismatches
 from tests.cases.hard_rows import Batch, mixed_batch, mixed_requests
@@ -78,6 +82,19 @@ def test_columns_beyond_the_vocabulary_and_row_strides_change_nothing_compiled(s
     between = torch.full((200, 2, V), torch.nan)
     between[:, 1] = batch.logits
     assert same(run(batch._replace(logits=between[:, 1]), mode), wanted)
+
+
+@pytest.mark.parametrize("poison", [math.inf, math.nan, 1e30, -math.inf])
+@pytest.mark.parametrize("name", list(modes_by_name(600)))
+def test_padding_columns_are_never_read(name, poison, generator):
+    clean = torch.randn(3, 600, generator=generator)
+    padded = torch.cat((clean, torch.full((3, 40), poison)), 1)
+    params = [SamplingParams(seed=1, top_k=k) for k in (1, 5, 64)]
+    mode = modes_by_name(600)[name]
+    inputs = sample_inputs(clean, params)
+    wide = inputs._replace(logits=padded)
+    assert same(sample_step(mode, wide), sample_step(mode, inputs))
+    assert torch.equal(probability_step(mode, wide).probabilities, probability_step(mode, inputs).probabilities)
 
 
 STATES_OF_TORCH = {

@@ -1,5 +1,6 @@
 """The wide path: races of single rows, before a search and beyond the candidates, and the thresholds of a search."""
 
+import functools
 import math
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.batch import SampleInputs, SampleOutputs
 from compiled_sampler.core import reference
 from compiled_sampler.core.filters import KEEP_ALL, largest_of
@@ -30,7 +32,6 @@ from compiled_sampler.exact.threshold import (
 )
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import CAPACITIES, Mode
-from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.candidates import STORED_BLOCK
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.race import last_before_winner
@@ -39,7 +40,7 @@ from compiled_sampler.pipeline.schedule import schedule_for
 from compiled_sampler.pipeline.search import ordered_candidates
 from tests.builders.inputs import BASES, Calls, full_mode, keeping, modes_by_name, sample_inputs, slot_table
 from tests.builders.masks import stages_watched
-from tests.builders.sampler import same
+from tests.builders.sampler import SHARED_SLOTS, V, same
 from tests.cases.hard_rows import KINDS, hard_rows
 from tools.kernels.launches import for_a_gpu
 
@@ -273,3 +274,52 @@ def test_block_masses_add_up_to_the_row_whatever_the_block(block, generator):
     parts = block_masses(logits, largest_of(largest), table.scale, vocab_size=4999, block=block)
     expected = exp2_mass(scaled_logits(x, x.amax(-1, keepdim=True), table.scale[:, None]))
     assert torch.equal(parts.sum(-1), expected.sum(-1))
+
+
+# Both bases of top-p on every backend.
+
+
+TOP_P = {
+    "narrow": SamplingParams(temperature=1.1, top_k=20, top_p=0.6, seed=1),
+    "wide": SamplingParams(temperature=1.3, top_k=90, top_p=0.7, seed=2),
+    "top_p": SamplingParams(temperature=1.5, top_p=0.8, min_p=1e-3, seed=3),
+}
+ONE_OF_EACH = {
+    base: (("eager", base, "cpu"), ("eager", base, "cuda"), ("compiled", base, "cuda")) for base in ("all", "top_k")
+}
+
+
+@functools.cache
+def sampler_of(backend: str, base: str = "all", device: str = "cpu", vocab_size: int = V) -> Sampler:
+    made = Sampler(vocab_size, SHARED_SLOTS, device, backend=backend, top_p_base=base)
+    for params in TOP_P.values():
+        made.add_request(params)
+    return made
+
+
+def logits_of(rows: int, vocab_size: int = V) -> Tensor:
+    return 2.0 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))
+
+
+def test_compiled_draws_by_the_base_of_whole_rows_are_those_of_eager_torch():
+    slots, positions = [0, 1, 2] * 4, torch.arange(12)
+    eager, compiled = (
+        each.sample(each.plan(slots, "full"), logits_of(12), positions)
+        for each in map(sampler_of, ("eager", "compiled"))
+    )
+    assert same(eager, compiled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("base", ["all", "top_k"])
+@pytest.mark.parametrize("vocab_size", [5000, 70_000])
+@pytest.mark.parametrize("rows", [1, 16, 40, 300])
+def test_by_either_base_few_rows_and_many_are_on_cuda_those_of_the_cpu(rows, vocab_size, base):
+    logits, positions = logits_of(rows, vocab_size), torch.arange(rows)
+    slots = [row % len(TOP_P) for row in range(rows)]
+    cpu, *others = (sampler_of(*kind, vocab_size) for kind in ONE_OF_EACH[base])
+    for picked, mode in ((slots, "full"), ([0] * rows, "top_k_top_p[64]")):
+        wanted = cpu.sample(cpu.plan(picked, mode), logits, positions)
+        for each in others:
+            made = each.sample(each.plan(picked, mode), logits.cuda(), positions.cuda())
+            assert same(made, wanted)

@@ -126,19 +126,6 @@ def test_probabilities_are_the_exact_law_rounded_and_zero_where_a_filter_drops(v
         assert abs(p.double().sum() - 1.0) <= 1e-6
 
 
-def test_padding_and_masked_rows_have_no_probabilities(generator):
-    logits = rows(70, generator)
-    logits[1], logits[2] = -math.inf, math.nan
-    inputs = sample_inputs(logits, REQUESTS)
-    slots = inputs.slots.clone()
-    slots[0] = -1
-    found = probability_step(full_mode(70), inputs._replace(slots=slots)).probabilities
-    assert not found[:3].any()
-    assert (found[3:].double().sum(-1) - 1.0).abs().max() <= 1e-6
-    alone = probability_step(full_mode(70), sample_inputs(logits[3:4], REQUESTS[3:4])).probabilities
-    assert torch.equal(found[3:4], alone)
-
-
 @pytest.mark.parametrize("bounds", [(0, 1300), (0, 1, 700, 1300), (0, 512, 513, 1300)])
 def test_shards_tell_the_law_of_whole_rows_with_masks_beside_them(bounds):
     rows, slots = hard_rows(1300), torch.arange(12)
