@@ -37,7 +37,7 @@ from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.custom_edits import given_to_all
-from tests.builders.edits import OF_EDIT, Request, edited_rows, random_mask, random_request
+from tests.builders.edits import OF_EDIT, Request, edited_by, edited_rows, random_mask, random_request
 from tests.builders.filters import same_bits
 from tests.tiers import tiers
 from tools.kernels.launches import FALLBACK, for_a_gpu, generated, listed
@@ -59,19 +59,15 @@ def test_tokens_in_several_lists_get_what_the_slow_truth_gives_them(vocab_size, 
         requests = [random_request(source, vocab_size, KINDS[turn % 2 :]) for _ in range(ROWS)]
         requests[0] = requests[0]._replace(prompt=[], output=[])
         requests[1] = requests[1]._replace(output=[source.randrange(vocab_size) for _ in range(L)][: L - 8])
-        slots = [each.added(sampler) for each in requests]
         logits = 3.0 * torch.randn(ROWS + 2, vocab_size, generator=torch.Generator().manual_seed(turn))
         logits[2, ::2], logits[3, ::2] = float("nan"), float("-inf")
         logits = logits.to(dtype)
-        positions = torch.tensor([*(each.position for each in requests), 3, L + 9])
         mask = random_mask(source, ROWS + 2, vocab_size) if turn % 3 == 0 else None
-        found = sampler.edited_logits(sampler.plan([*slots, -1, -1]), logits, positions, token_bitmask=mask)
+        found = edited_by(sampler, requests, logits, mask)
         assert same_bits(found[:ROWS], edited_rows(logits[:ROWS], requests, mask))
         if mask is None and turn % 2:  # lists edit no padding, masks may
             assert same_bits(found[ROWS:], logits[ROWS:].float())
         several += sum(len(twice(each)) for each in requests)
-        for slot in slots:
-            sampler.remove_request(slot)
     assert several > 10
 
 
