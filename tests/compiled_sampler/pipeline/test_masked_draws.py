@@ -64,8 +64,8 @@ def told(schedule, rows):
     return [replace(each, copies_with_maxima=True) for each in (schedule, gpu_schedule(schedule.mode, rows))]
 
 
-def drawn(schedule, inputs, run=without_kernels, logprobs=None):
-    return edit_and_draw(schedule, inputs._replace(logprobs=logprobs), run)
+def drawn(schedule, inputs, run=without_kernels):
+    return edit_and_draw(schedule, inputs, run)
 
 
 @pytest.mark.parametrize(
