@@ -88,12 +88,6 @@ def test_the_sdist_holds_the_packages_and_no_tests_or_tools(built: Path) -> None
     assert not [name for name in names if name.startswith(("tests/", "tools/"))]
 
 
-def test_the_wheel_is_of_the_version_that_the_package_says(built: Path) -> None:
-    (path,) = built.glob("*.whl")
-    assert path.name.split("-")[:2] == ["compiled_sampler", compiled_sampler.__version__]
-    assert f"\nVersion: {compiled_sampler.__version__}\n" in metadata(built, "METADATA")
-
-
 def test_every_command_of_the_wheel_is_a_function_in_it(built: Path) -> None:
     entries = configparser.ConfigParser()
     entries.read_string(metadata(built, "entry_points.txt"))

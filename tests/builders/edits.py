@@ -68,6 +68,15 @@ def added_to(requests: Sequence[Request], *samplers: Sampler) -> Iterator[list[t
             sampler.remove_request(slot)
 
 
+def edited_by(sampler: Sampler, requests: Sequence[Request], logits: Tensor, masks: Tensor | None = None) -> Tensor:
+    """The edited logits of requests that are added and removed, a row each; further rows are padding."""
+    padding = len(logits) - len(requests)
+    positions = [*(each.position for each in requests), *(3 + 40 * n for n in range(padding))]
+    with added_to(requests, sampler) as [(_, slots)]:
+        plan = sampler.plan([*slots, *[-1] * padding])
+        return sampler.edited_logits(plan, logits, torch.tensor(positions), token_bitmask=masks)
+
+
 def random_request(source: random.Random, vocab_size: int, edits: Sequence[str] = EDITS) -> Request:
     """A request whose parameters are each off or any that it may have; tokens are of a few ids, so that they repeat."""
     ids = [source.randrange(vocab_size) for _ in range(8)]

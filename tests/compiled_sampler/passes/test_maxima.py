@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from compiled_sampler.core.order import MASKED_KEY, POSITIVE_INFINITY_KEY, order_key, packed_key
-from compiled_sampler.core.rows import RowSlots, gather_rows
-from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.blocks import gather_logits, gather_logits_of, own_tokens, rows_in_windows
 from compiled_sampler.passes.maxima import (
     first_token,
@@ -17,9 +15,7 @@ from compiled_sampler.passes.maxima import (
     order_maxima_of,
     row_nan_bits,
 )
-from compiled_sampler.passes.race import draw_from_blocks, race_maxima
-from tests.builders.inputs import slot_table
-from tests.builders.sampler import same
+from compiled_sampler.passes.shards import first_of_shard
 
 
 def tied(rows: int, vocab_size: int) -> torch.Tensor:
@@ -90,20 +86,6 @@ def test_blocks_that_name_their_first_token_need_no_second_look(vocab_size, by_b
     assert found[True][1].equal(found[False][1])
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 255, 257, 1000])
-def test_a_race_whose_blocks_name_their_winners_needs_no_second_look(vocab_size):
-    x = tied(40, vocab_size)
-    table, slots = slot_table([SamplingParams(seed=1, temperature=0.7), SamplingParams()], 1000), torch.arange(40) % 2
-    rows, row_max = gather_rows(RowSlots(table, slots, slots), stream=0), largest_logit(order_key(x))
-    cut, drawn = {"vocab_size": vocab_size, "block": 64}, []
-    for names in (False, True):
-        blocks = race_maxima(x, rows, row_max, None, **cut, names=names)
-        assert (blocks.token_ids is not None) == names
-        drawn.append(draw_from_blocks(x, blocks, rows, row_max, None, **cut))
-    assert same(*drawn)
-    assert (drawn[0].token_ids >= 0).any()
-
-
 @pytest.mark.parametrize("keys_in_a_row", [1, 63, 64, 65])
 def test_every_block_finds_the_largest_logit_of_its_row(keys_in_a_row):
     keys = torch.randint(-(2**31), 2**31, (5, keys_in_a_row), dtype=torch.int64).to(torch.int32)
@@ -136,7 +118,7 @@ def test_one_of_many_magnitudes_is_found_wherever_it_stands(count):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("vocab_size", "block"), [(64, 16), (65, 16), (9, 16), (1, 4)])
+@pytest.mark.parametrize(("vocab_size", "block"), [(64, 16), (65, 16), (9, 16), (1, 4), (127, 64)])
 def test_windows_hold_the_tokens_of_the_rows_and_nothing_else(vocab_size, block, dtype):
     values = torch.randn(7, vocab_size + 3).to(dtype)
     row_ids = torch.tensor([6, 0, 3, 3])
@@ -147,23 +129,10 @@ def test_windows_hold_the_tokens_of_the_rows_and_nothing_else(vocab_size, block,
         inside = ids < vocab_size
         assert found[inside].equal(row[ids[inside]])
         assert (found[~inside] == -torch.inf).all()
-    assert set(ids.flatten().tolist()) >= set(range(vocab_size))
-
-
-@pytest.mark.parametrize("vocab_size", [65, 127, 151_936])
-def test_a_token_stands_in_its_own_block_also_where_the_last_reaches_back(vocab_size):
-    _, ids = rows_in_windows(torch.zeros(1, vocab_size), torch.tensor([0]), vocab_size, 64)
-    own = torch.arange(ids.numel()).view(ids.shape)
-    assert ids[:-1].equal(own[:-1].to(torch.int32))
-    assert ids[-1, -1] == vocab_size - 1
-    assert ids[-1, 0] <= own[-1, 0]
-
-
-@pytest.mark.parametrize("vocab_size", [1, 9, 64, 65, 127])
-def test_each_token_is_some_windows_own_once(vocab_size):
-    _, ids = rows_in_windows(torch.zeros(1, vocab_size), torch.tensor([0]), vocab_size, 64)
-    own = ids[own_tokens(ids, 64)]
+    own = ids[own_tokens(ids, block)]  # once, though the last window reaches back
     assert own[own < vocab_size].tolist() == list(range(vocab_size))
+    assert ids[:-1].flatten().tolist() == list(range(block * (len(ids) - 1)))
+    assert len(ids) == 1 or ids[-1, -1] == vocab_size - 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -171,3 +140,15 @@ def test_tokens_of_named_rows_are_those_of_copied_rows(dtype):
     values, row_ids = torch.randn(7, 12).to(dtype), torch.tensor([6, 0, 3])
     ids = torch.tensor([[0, 8, 9], [-1, 3, 11], [5, 5, 2**31]])  # of 9 tokens
     assert gather_logits_of(values, row_ids, ids, 9).equal(gather_logits(values[row_ids], ids, 9))
+
+
+def test_blocks_that_name_their_tokens_tell_other_ranks_the_same():
+    rows = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
+    rows[0], rows[1, 7], rows[2, 40:] = -torch.inf, torch.nan, 9.0
+    rows[3, ::2], rows[3, 1::2] = -torch.inf, torch.nan
+    blocks = {"vocab_size": 300, "block": 32}
+    told = [
+        first_of_shard(rows, order_maxima(rows, **blocks, names=names), **blocks, start=1000) for names in (False, True)
+    ]
+    assert torch.equal(*told)
+    assert told[0][:, 1].tolist() == [0, 1, 0, 1, 0]

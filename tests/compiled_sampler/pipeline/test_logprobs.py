@@ -15,6 +15,7 @@ from compiled_sampler.modes import mode_table
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.kept import cut_of_drawn
 from compiled_sampler.pipeline.chunks import without_kernels
+from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
 from compiled_sampler.pipeline.schedule import schedule_for
 from tests.builders.inputs import covering_modes, full_mode, modes_by_name, sample_inputs, slot_table
@@ -29,13 +30,14 @@ from tests.builders.logprobs import (
     rows_of,
     wrong_fields,
 )
-from tests.builders.masks import masked_inputs, params_of, stages_watched
+from tests.builders.masks import MASKED_MODES, masked_inputs, params_of, stages_watched
 from tests.builders.sampler import REQUESTS, same
 from tests.cases.hard_rows import mixed_batch, mixed_requests
 from tests.chunked import chunks_of
 from tests.for_a_gpu import gpu_schedule, schedule_by_bounds
 from tests.oracles import oracle_logprobs as oracle
 from tests.torch_states import flushing
+from tools.kernels.launches import for_a_gpu
 
 V = 129
 PARAMS = [*REQUESTS.values(), SamplingParams(temperature=0.5, top_k=1, seed=7)]
@@ -112,21 +114,9 @@ def test_any_number_of_top_tokens_is_exact(count, mode, generator):
     assert torch.equal(found.top, beyond.gather(1, found.top_token_ids % (V + 1)))
 
 
-@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_a_row_has_the_same_bits_in_every_batch(wanted):
-    inputs, edited, scale = hard_batch()
-    tokens = sample_step(full_mode(V), inputs).token_ids
-    whole = logprobs(full_mode(V), inputs, tokens, wanted, edited=edited, scale=scale)
-    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(5))
-    for rows in (torch.tensor([1]), order[:2], order[:33], order):
-        part = SampleInputs(*(each[rows] for each in inputs[:3]), inputs.table)
-        found = logprobs(full_mode(V), part, tokens[rows], wanted, edited=edited[rows], scale=scale)
-        assert differing(found, rows_of(whole, rows)) == []
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, mode):
+def test_hard_rows_have_the_same_bits_in_every_mode_schedule_chunk_batch_and_denormal_mode(wanted, mode):
     inputs, edited, scale = hard_batch(mode)
     chosen = modes_by_name(V)[mode]
     tokens = sample_step(chosen, inputs).token_ids
@@ -137,25 +127,20 @@ def test_hard_rows_have_the_same_bits_in_every_mode_schedule_and_chunk(wanted, m
         schedule = gpu_schedule(chosen, rows)
         by_gpu = logprobs(chosen, inputs, tokens, wanted, without_kernels, **given, schedule=schedule)
         assert differing(found, by_gpu) == []
-    with chunks_of(70):
-        assert differing(found, logprobs(chosen, inputs, tokens, wanted, **given)) == []
+    for changed in (chunks_of(70), flushing()):
+        with changed:
+            assert differing(found, logprobs(chosen, inputs, tokens, wanted, **given)) == []
+    order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(5))
+    for rows in (torch.tensor([1]), order[:2], order[:33], order):
+        part = SampleInputs(*(each[rows] for each in inputs[:3]), inputs.table)
+        of_part = logprobs(chosen, part, tokens[rows], wanted, edited=edited[rows], scale=scale)
+        assert differing(of_part, rows_of(found, rows)) == []
     assert not any(each.isnan().any() for each in found)
     nothing = (inputs.slots < 0) | ~(inputs.logits if wanted.of == "raw" else edited).gt(-math.inf).any(-1)
     assert nothing.any()
     for name in ("token", "rank", "top_token_ids", "top", "entropy"):
         values = getattr(found, name)[nothing]
         assert (values == (-math.inf if values.is_floating_point() else -1)).all()
-
-
-@pytest.mark.parametrize("wanted", EVERYTHING, ids=LAWS)
-def test_the_denormal_mode_of_the_thread_changes_nothing(wanted):
-    inputs, edited, scale = hard_batch()
-    chosen = full_mode(V)
-    tokens = sample_step(chosen, inputs).token_ids
-    before = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
-    with flushing():
-        found = logprobs(chosen, inputs, tokens, wanted, edited=edited, scale=scale)
-    assert differing(found, before) == []
 
 
 def test_a_token_without_integer_weight_has_a_logprob():
@@ -242,13 +227,18 @@ def faults(
 
 
 SIZES = (1, 127, 129, 600)
-OF_KEPT = [*EVERYTHING, Logprobs(of="filtered"), Logprobs(num_kept=True), Logprobs(boundary=True)]
+OF_KEPT = [*EVERYTHING, replace(EVERYTHING[1], top=80)]
+OF_KEPT += [Logprobs(of="filtered"), Logprobs(num_kept=True), Logprobs(boundary=True)]
 
 
-def schedules(mode, rows):
-    """That of the CPU, and that of many rows on a GPU."""
-    bounded = replace(schedule_by_bounds(mode, rows, 8), reads_masks=True)
-    return schedule_for(mode, rows, torch.device("cpu")), bounded
+def schedules(mode, inputs, wanted):
+    """That of the CPU, that of a GPU, and that of many rows there, whose race by bounds reads masks."""
+    rows = len(inputs.logits)
+    with for_a_gpu():
+        found = [drawing_schedule(mode, inputs.logits, inputs.edits, LogprobInputs(wanted))]
+    if mode.name in ("no_filter", "min_p"):
+        found.append(replace(schedule_by_bounds(mode, rows, 8), reads_masks=True))
+    return schedule_for(mode, rows, torch.device("cpu")), *found
 
 
 def drawn(schedule, inputs, wanted, scale, run=without_kernels):
@@ -256,10 +246,10 @@ def drawn(schedule, inputs, wanted, scale, run=without_kernels):
     return edit_and_draw(schedule, inputs._replace(logprobs=LogprobInputs(wanted, ids, scale)), run)
 
 
-@pytest.mark.parametrize("wanted", OF_KEPT, ids=lambda each: each.label)
+@pytest.mark.parametrize("wanted", OF_KEPT, ids=lambda each: f"{each.label} {each.top}")
 @pytest.mark.parametrize("vocab_size", SIZES)
-@pytest.mark.parametrize("name", ["no_filter", "min_p"])
-def test_logprobs_by_a_maximum_that_the_draw_found_are_those_of_any_other_way(name, vocab_size, wanted):
+@pytest.mark.parametrize("name", MASKED_MODES)
+def test_logprobs_by_a_maximum_that_the_draw_found_and_of_masked_rows_are_those_of_a_copy(name, vocab_size, wanted):
     """Of bare rows and of rows with masks."""
     if wanted.token_ids is not None and vocab_size < 4:
         wanted = replace(wanted, token_ids=(0,))
@@ -270,7 +260,7 @@ def test_logprobs_by_a_maximum_that_the_draw_found_are_those_of_any_other_way(na
         logits = torch.where(inputs.logits.isnan(), torch.nan, inputs.logits)  # with the sign that CUDA gives it
         inputs = inputs._replace(logits=logits)
         right = logprobs(mode, inputs, plain.token_ids, wanted, edited=left.logits, scale=scale)
-        for schedule in schedules(mode, len(logits)):
+        for schedule in schedules(mode, inputs, wanted):
             made = drawn(schedule, inputs, wanted, scale)
             assert same(bare(made), plain)
             assert differing(made.logprobs, right) == []
@@ -279,7 +269,7 @@ def test_logprobs_by_a_maximum_that_the_draw_found_are_those_of_any_other_way(na
 def stages_of(name, wanted):
     """Names of the stages that a GPU runs for many rows, in their order."""
     found, inputs = list[str](), masked_inputs(name, "both", 129)[1]
-    drawn(schedules(modes_by_name(129)[name], len(inputs.logits))[1], inputs, wanted, None, stages_watched(found))
+    drawn(schedules(modes_by_name(129)[name], inputs, wanted)[-1], inputs, wanted, None, stages_watched(found))
     return found
 
 
@@ -293,7 +283,7 @@ def test_one_more_pass_sums_the_kept_tokens(name, wanted):
 
 def test_a_maximum_that_is_not_the_rows_changes_logprobs(monkeypatch):
     wanted, inputs = Logprobs(of="filtered"), masked_inputs("no_filter", "both", 129)[1]
-    bounded = schedules(modes_by_name(129)["no_filter"], len(inputs.logits))[1]
+    bounded = schedules(modes_by_name(129)["no_filter"], inputs, wanted)[-1]
     right = drawn(bounded, inputs, wanted, None)
 
     def other(row_max, *rest, **static):

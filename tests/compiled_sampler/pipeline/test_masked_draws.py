@@ -1,13 +1,13 @@
 """Draws that read masks beside the logits: the tokens, status and logprobs of a copy with -inf, without the copy."""
 
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import RowStatus
+from compiled_sampler import LogitEdit, RowStatus, Sampler, SamplingParams
 from compiled_sampler.batch import VerifyInputs
 from compiled_sampler.core.rows import row_slots_of
 from compiled_sampler.core.stage import call
@@ -20,20 +20,23 @@ from compiled_sampler.lowering.stage_code import StageCode
 from compiled_sampler.lowering.tuning import is_hand_written
 from compiled_sampler.modes import verifying
 from compiled_sampler.passes import bounds
-from compiled_sampler.passes.maxima import order_maxima
+from compiled_sampler.passes.candidates import STORED_BLOCK
+from compiled_sampler.passes.maxima import customized_with_maxima, masked_with_maxima, order_maxima
+from compiled_sampler.pipeline import edits as edits_module
 from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, logits_to_draw_from
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
+from compiled_sampler.pipeline.schedule import schedule_for
 from compiled_sampler.pipeline.verify import verify_step
 from tests.builders.filters import same_bits
 from tests.builders.inputs import BASES, modes_by_name
-from tests.builders.logprobs import EVERYTHING, differing, processed_scale
-from tests.builders.masks import MASKED_MODES, MASKS, masked_inputs, params_of, stages_watched, with_bias
+from tests.builders.logprobs import EVERYTHING
+from tests.builders.masks import MASKED_MODES, MASKS, masked_inputs, stages_watched, with_bias
 from tests.builders.sampler import same
 from tests.chunked import chunks_of
-from tests.for_a_gpu import schedule_by_bounds
+from tests.for_a_gpu import gpu_schedule, schedule_by_bounds
 from tests.tiers import tiers
-from tools.kernels.launches import for_a_gpu
+from tools.kernels.launches import FALLBACK, for_a_gpu, generated, listed
 
 CASES = [
     (1, torch.float32, "both"),
@@ -44,6 +47,8 @@ CASES = [
 ]
 """V, dtype and masks: each once."""
 SEARCHING = ("top_k", "full")
+COPYING = ("greedy", "top_k_top_p[64]", "full")
+"""Modes whose first pass finds maxima, which a copy may tell."""
 
 
 def schedule_of(mode, inputs):
@@ -54,33 +59,37 @@ def schedule_of(mode, inputs):
     return made
 
 
-def logprobs_that_read_masks(name):
-    """Of each law all that can be asked for; in modes whose search keeps tokens nothing of these."""
-    if name not in SEARCHING:
-        return EVERYTHING
-    return [replace(each, num_kept=False, boundary=False) for each in EVERYTHING if each.of != "filtered"]
+def told(schedule, rows):
+    """The schedule with maxima of copies, by keys as in C++; and that of a GPU, by bits and with the tokens' names."""
+    return [replace(each, copies_with_maxima=True) for each in (schedule, gpu_schedule(schedule.mode, rows))]
 
 
-def label(each):
-    return each.of if isinstance(each, Logprobs) else each
+def drawn(schedule, inputs, run=without_kernels):
+    return edit_and_draw(schedule, inputs, run)
 
 
-def drawn(schedule, inputs, run=without_kernels, logprobs=None):
-    return edit_and_draw(schedule, inputs._replace(logprobs=logprobs), run)
-
-
-@pytest.mark.parametrize(("vocab_size", "dtype", "masks"), CASES)
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype", "masks"),
+    [*CASES, (64, torch.float32, "both"), (128, torch.float16, "token_bitmask"), (6400, torch.bfloat16, "both")],
+)
 @pytest.mark.parametrize("name", MASKED_MODES)
-def test_a_mask_that_is_read_draws_what_a_masked_copy_draws(name, vocab_size, dtype, masks):
+def test_a_mask_that_is_read_and_one_whose_copy_tells_its_maxima_draw_what_a_masked_copy_draws(
+    name, vocab_size, dtype, masks
+):
     with_masks, left = masked_inputs(name, masks, vocab_size, dtype)
-    bare = with_masks._replace(edits=None)
     for base in BASES:
         mode = modes_by_name(vocab_size, base)[name]
-        made = drawn(schedule_of(mode, with_masks), with_masks)
-        wanted = sample_step(mode, left)
-        assert same(made, wanted)
-        assert same(made, sample_step(mode, with_masks))  # the copy that C++ makes
-    assert vocab_size < 127 or not same(made, sample_step(mode, bare))
+        wanted, usual = sample_step(mode, left), drawing_schedule(mode, with_masks.logits, with_masks.edits)
+        tells = name in COPYING and vocab_size % STORED_BLOCK == 0
+        for schedule in (schedule_of(mode, with_masks), *(told(usual, len(left.logits)) if tells else ()), usual):
+            seen = list[str]()
+            assert same(edit_and_draw(schedule, with_masks, stages_watched(seen)), wanted)
+            assert ("masked" in seen) == (schedule is usual)
+            is_told = schedule.copies_with_maxima and not schedule.reads_masks
+            assert ("masked_with_maxima" in seen) == is_told
+            assert not (is_told and "order_maxima" in seen)
+            assert "copied" not in seen
+    assert vocab_size < 127 or not same(wanted, sample_step(mode, with_masks._replace(edits=None)))
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype", "masks"), [*CASES, (5000, torch.float32, "both")])
@@ -98,16 +107,6 @@ def test_a_race_by_bounds_draws_what_it_draws_of_a_masked_copy(name, vocab_size,
         assert same(drawn(bounded, with_masks), wanted)
     bare = replace(bounded, reads_masks=False)
     assert vocab_size < 127 or not same(drawn(bare, with_masks._replace(edits=None)), wanted)
-
-
-@pytest.mark.parametrize("name", MASKED_MODES)
-def test_no_copy_is_made_where_masks_are_read(name):
-    with_masks, _ = masked_inputs(name, "both", 129)
-    mode, read, copied = modes_by_name(129)[name], list[str](), list[str]()
-    drawn(schedule_of(mode, with_masks), with_masks, stages_watched(read))
-    sample_step(mode, with_masks, stages_watched(copied))
-    assert not {"masked", "copied"} & {*read}
-    assert "masked" in copied
 
 
 def test_a_search_for_logprobs_reads_a_copy():
@@ -184,21 +183,6 @@ def test_chunks_of_rows_read_their_own_masks(name):
         assert same(sample_step(mode, with_masks, without_kernels), sample_step(mode, left, without_kernels))
 
 
-@pytest.mark.parametrize(
-    ("name", "wanted"), [(name, each) for name in MASKED_MODES for each in logprobs_that_read_masks(name)], ids=label
-)
-def test_logprobs_of_masked_rows_are_those_of_the_copy(name, wanted):
-    with_masks, _ = masked_inputs(name, "both", 129)
-    rows = len(with_masks.slots)
-    for asked in (wanted, replace(wanted, top=80)):
-        given = LogprobInputs(asked, torch.tensor([asked.token_ids] * rows), processed_scale(params_of(name)))
-        schedule = schedule_of(modes_by_name(129)[name], with_masks)
-        made = drawn(schedule, with_masks, logprobs=given)
-        told = drawn(replace(schedule, reads_masks=False), with_masks, logprobs=given)
-        assert torch.equal(made.token_ids, told.token_ids)
-        assert differing(made.logprobs, told.logprobs) == []
-
-
 @pytest.mark.parametrize("name", MASKED_MODES)
 def test_verification_by_match_reads_masks_and_other_rules_copy(name):
     with_masks, left = masked_inputs(name, "both", 129)
@@ -253,3 +237,81 @@ def test_calls_with_other_masks_are_compiled_apart():
     several = [(each,) for each in (found[0].logits, *calls)]
     assert len({_shapes_of(order_maxima, each, static) for each in several}) == 4
     assert len({StageCode.of(order_maxima, each, static).key for each in several}) == 4
+
+
+# Copies that tell their block maxima: the tokens of a copy and a pass over it, in one kernel.
+
+
+@pytest.mark.parametrize("name", COPYING)
+def test_a_copy_that_lists_are_written_into_tells_no_maxima(name):
+    bare, _ = masked_inputs("greedy" if name == "greedy" else "top_k_top_p[64]", "both", 640)
+    inputs, mode = with_bias(bare), modes_by_name(640)[name]
+    wanted = sample_step(mode, inputs)
+    for schedule in told(drawing_schedule(mode, inputs.logits, inputs.edits), len(inputs.logits)):
+        seen = list[str]()
+        assert same(edit_and_draw(schedule, inputs, stages_watched(seen)), wanted)
+        assert "masked_with_maxima" not in seen
+    assert not same(wanted, sample_step(mode, bare))
+
+
+@pytest.mark.parametrize("vocab_size", [1, 63, 129, 1000])
+def test_padded_rows_are_copied_first(vocab_size):
+    assert not any(gpu_schedule(mode, 8).copies_with_maxima for mode in modes_by_name(vocab_size).values())
+
+
+@dataclass(frozen=True)
+class Lowered(LogitEdit):
+    """Every third token is lowered."""
+
+    def edit(self, x, ids, rows):
+        return torch.where(ids % 3 == 0, x - 2.0, x)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("logprobs", [None, Logprobs(top=2, of="filtered", rank=True)])
+@pytest.mark.parametrize("given", [{}, {"logit_bias": {3: 5.0}}, {"allowed_token_ids": [1, 3, 6, 9]}])
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"top_k": 20}, {"top_p": 0.9}, {"top_p": 0.9, "p_less": True}])
+def test_edits_of_the_user_tell_the_maxima_behind_all_that_comes_before(params, given, logprobs, on_gpu, monkeypatch):
+    logits, positions = torch.randn(3, 640, generator=torch.Generator().manual_seed(1)), torch.arange(3)
+    sampler = Sampler(640, 3, backend="eager", edits=[Lowered()])
+    extra = [{"extra_args": {"Lowered": {}}}, {"extra_args": {"Lowered": {}}}, {}]
+    slots = [sampler.add_request(SamplingParams(seed=n, **params, **given, **each)) for n, each in enumerate(extra)]
+    plan = sampler.plan(slots)
+    wanted = sampler.sample(plan, logits, positions, logprobs=logprobs)
+    without = sampler.sample(sampler.plan([slots[2]] * 3), logits, positions)
+    calls = []
+
+    def with_maxima(*key, **static):
+        return told(schedule_for(*key, **static), key[1])[on_gpu]
+
+    monkeypatch.setattr(sampler._runner._executor, "_run", without_kernels)  # which a GPU's schedule launches
+    monkeypatch.setattr(edits_module, "schedule_for", with_maxima)
+    monkeypatch.setattr(
+        edits_module, "customized_with_maxima", lambda *a, **k: calls.append(1) or customized_with_maxima(*a, **k)
+    )
+    made = sampler.sample(plan, logits, positions, logprobs=logprobs)
+    assert torch.equal(made.token_ids, wanted.token_ids)
+    assert torch.equal(made.status, wanted.status)
+    if logprobs is not None:
+        assert all(torch.equal(a, b) for a, b in zip(made.logprobs, wanted.logprobs, strict=True) if a is not None)
+    assert len(calls) == ("p_less" not in params)  # a filter of whole rows makes the last copy
+    assert given or not torch.equal(made.token_ids, without.token_ids)
+
+
+@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("stage", [masked_with_maxima, customized_with_maxima])
+def test_the_copy_and_its_maxima_are_one_kernel(stage, names):
+    with_masks, _ = masked_inputs("top_k_top_p[64]", "both", 640)
+    static = {**gpu_schedule(modes_by_name(640)["full"], len(with_masks.logits)).copied.reduction, "names": names}
+    (words, slots), allowed = (with_masks.edits.token_bitmask, with_masks.slots), with_masks.edits.tables.allowed
+    given: tuple = words, slots, allowed
+    if stage is customized_with_maxima:
+        sampler = Sampler(640, 5, backend="eager", edits=[Lowered()])
+        of_user = sampler._edits.inputs(("Lowered",), {}, None)
+        static["edits"] = of_user.custom
+        given = words, slots, with_masks.positions, allowed, of_user.tables.custom, (), None
+    with for_a_gpu():
+        code = generated(lambda run: run(stage, with_masks.logits, *given, **static), "triton")
+    found = listed(code)
+    assert [each.kind == FALLBACK for each in found] == [False]
+    assert found[0].launches == 1

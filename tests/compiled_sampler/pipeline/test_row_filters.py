@@ -9,13 +9,12 @@ import torch
 
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import order_key
-from compiled_sampler.edits.row_filters import MinK, PLess, TopNSigma, TypicalP
+from compiled_sampler.edits.row_filters import PLess, TopNSigma, TypicalP
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import mode_table
 from compiled_sampler.passes.row_filters import (
     NUM_DIGITS,
     MassUnits,
-    cliff_logit,
     descending,
     digit_masses,
     distance_sums,
@@ -192,7 +191,10 @@ def test_typical_p_of_long_rows_is_what_sorted_distances_say(share):
 
 
 def test_the_slow_truth_is_that_of_the_papers():
-    """By hand: a deviation of 1.7; squares of probabilities that sum to 0.352; the last of two and of three choices."""
+    """By hand: a deviation of 1.7; squares of probabilities that sum to 0.352; the last of two and of three choices.
+
+    Of min-k drops of 0.5, 4.5 and 1 over ranks 1, 2 and 3, and a range of 6, of which tau 18 has three.
+    """
     assert oracle_filters.near_the_largest([0.0, 1.0, 4.0], 1.0) == [2]
     assert oracle_filters.near_the_largest([0.0, 1.0, 4.0], 2.0) == [1, 2]
     halves = [math.log(8), math.log(4), math.log(3), math.log(1)]  # 1/2, 1/4, 3/16, 1/16; squares sum to 0.352
@@ -202,6 +204,13 @@ def test_the_slow_truth_is_that_of_the_papers():
     assert oracle_filters.typical(halves, 1.0, 0.8) == [0, 1, 2]
     assert oracle_filters.without_top_choices(halves, 1.0, 0.1) == [2, 3]
     assert oracle_filters.without_top_choices(halves, 1.0, 0.3) == [0, 1, 2, 3]
+    row = [-1.0, 5.0, 4.5, 0.0]
+    assert oracle_filters.above_the_cliff(row, 0.0) == [1, 2]
+    assert oracle_filters.above_the_cliff(row, 17.99) == [1, 2]
+    assert oracle_filters.above_the_cliff(row, 18.0) == [1, 2, 3]
+    assert oracle_filters.above_the_cliff([*row, -math.inf], 24.0) == [0, 1, 2, 3]
+    assert oracle_filters.above_the_cliff([3.0, 2.0, 0.0], 0.0) == [0]  # drops of 1 and 2 are as steep: the first
+    assert oracle_filters.above_the_cliff([7.0], 0.0) == [0]
 
 
 MOST_RANKS = 2**22 - 1
@@ -238,35 +247,10 @@ def test_the_first_of_the_largest_quotients_is_found_however_near_the_others_are
         assert found == wanted
 
 
-@pytest.mark.parametrize(("low", "high"), [(1, 2), (2, 3), (3, 7), (48, 49), (100, 4999), (3000, 4500)])
-@pytest.mark.parametrize("more", [-1, 0, 1])
-def test_of_equally_steep_drops_the_first_counts(low, high, more):
-    """Two drops in a row of 5,000 tokens, in proportion to their ranks but for a unit in the last place."""
-    logits = torch.full((1, 5000), -float(1000 * high + more))
-    logits[0, :high], logits[0, :low] = 0.0, 1000.0 * low
-    made = filtered_by_stages(logits, [{"min_k": True, "min_k_tau": 0.0}])
-    assert int(made.isfinite().sum()) == (high if more > 0 else low)
-    assert same_bits(made, filtered_by_hand(logits, [{"min_k": True, "min_k_tau": 0.0}]))
-
-
 def test_tokens_with_the_logit_of_the_last_rank_stay():
     logits = torch.tensor([[4.0, 3.0, 3.0, 3.0, 2.5, 2.5, 0.0]])
     for tau, count in ((0.0, 1), (7.9, 1), (8.0, 4), (16.0, 4), (19.9, 4), (20.0, 6), (24.0, 6), (28.0, 7)):
         assert int(filtered_by_stages(logits, [{"min_k": True, "min_k_tau": tau}]).isfinite().sum()) == count
-
-
-def test_a_mask_is_no_drop_and_a_finite_one_is():
-    """The order ends at the last logit that is not -inf; -1e9, a mask of some engines, is a logit like others."""
-    logits = torch.tensor([[5.0, 4.5, 1.0, 0.5, -math.inf, -math.inf]]).repeat(2, 1)
-    logits[1, 4:] = -1e9
-    made = filtered_by_stages(logits, [{"min_k": True, "min_k_tau": 0.0}] * 2)
-    assert made.isfinite().sum(-1).tolist() == [2, 4]
-
-
-def test_padding_and_requests_without_the_filter_keep_all():
-    ordered = order_key(torch.tensor([[9.0, 1.0, 0.5]] * 4))
-    given = MinK(torch.tensor([0.0, -1.0], dtype=torch.float64))
-    assert cliff_logit(ordered, torch.tensor([0, 1, -1, 0]), given).tolist() == [9.0, -math.inf, -math.inf, 9.0]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
@@ -299,14 +283,3 @@ def test_the_scratch_of_min_k_is_below_that_of_a_row():
             held = scratch_bytes(lambda: filtered_by_stages(logits, given), logits.device)
         assert held <= most * allowed + rows * made
     assert held > rows * made
-
-
-def test_the_slow_truth_of_min_k_is_that_of_its_paper():
-    """By hand: drops of 0.5, 4.5 and 1 over ranks 1, 2 and 3; a range of 6, of which tau 18 has three."""
-    row = [-1.0, 5.0, 4.5, 0.0]
-    assert oracle_filters.above_the_cliff(row, 0.0) == [1, 2]
-    assert oracle_filters.above_the_cliff(row, 17.99) == [1, 2]
-    assert oracle_filters.above_the_cliff(row, 18.0) == [1, 2, 3]
-    assert oracle_filters.above_the_cliff([*row, -math.inf], 24.0) == [0, 1, 2, 3]
-    assert oracle_filters.above_the_cliff([3.0, 2.0, 0.0], 0.0) == [0]  # drops of 1 and 2 are as steep: the first
-    assert oracle_filters.above_the_cliff([7.0], 0.0) == [0]

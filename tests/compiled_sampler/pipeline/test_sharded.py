@@ -22,8 +22,7 @@ def test_three_ranks_return_what_one_does():
         (rank_logprobs.logprobs_of_columns, 40, (30, 0, 40)),
         (ranks.every_rule, 300, sizes),
         (ranks.trees, 129, (60, 0, 69)),
-        (ranks.every_edit, 129, (60, 0, 69)),
-        (ranks.masks_of_columns, 129, (60, 0, 75)),
+        (ranks.every_edit, 129, (60, 0, 75)),
         (ranks.edits_of_the_user, (60, 0, 69)),
         (rank_logprobs.a_replay, 300, sizes),
     )
@@ -36,7 +35,7 @@ def test_two_ranks_agree_or_are_told_that_they_do_not():
         (ranks.disagreeing_plans,),
         (ranks.seeds_of_none,),
         (ranks.wrong_shards,),
-        (ranks.masks_of_columns, 300, (97, 203)),
+        (ranks.every_edit, 300, (97, 203)),
         (ranks.masks_that_might_be_either,),
         (rank_logprobs.a_loss_of_torch, 300, (150, 150)),
         (ranks.every_mode, 40, (25, 15), 14, (F32,)),  # fewer tokens than candidates
@@ -51,7 +50,7 @@ def test_one_rank_returns_what_whole_rows_do():
         1,
         (ranks.every_mode, 300, (310,), 14, (BF16,)),
         (rank_logprobs.a_replay, 300, (310,)),
-        (ranks.masks_of_columns, 300, (300,)),
+        (ranks.every_edit, 300, (300,)),
     )
 
 

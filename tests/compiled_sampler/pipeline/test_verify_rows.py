@@ -116,17 +116,18 @@ def test_counts_and_slots_on_the_device_are_the_same_bits_in_chunks():
         assert [each < 0 for each in found.status.tolist()] == [slot < 0 for slot in slots.tolist()]
 
 
-def lists_and_masks(sampler: Sampler, counts: Sequence[int]) -> DraftBatch:
+LISTS = {"logit_bias": {5: 2.0}, "repetition_penalty": 1.5}
+
+
+def lists_and_masks(sampler: Sampler, counts: Sequence[int], given: dict[str, Any] = LISTS) -> DraftBatch:
     """A batch with edits that write a few tokens and a mask, and with draft logits: few stages to compile."""
-    source = torch.Generator().manual_seed(1)
-    given = {"logit_bias": {5: 2.0}, "repetition_penalty": 1.5}
+    source, size = torch.Generator().manual_seed(1), sampler.vocab_size
     slots = [sampler.add_request(SamplingParams(seed=n, **given), [1, 2, 3]) for n in range(len(counts))]
     plan = sampler.plan(slots, num_drafts=counts)
-    logits, rows = (torch.randn(n, V, generator=source) for n in (plan.num_rows, plan.num_proposals))
-    drafts, masks = torch.randint(V, (len(rows),), generator=source), random_mask(random.Random(1), len(logits), V)
-    return DraftBatch(
-        plan, logits, drafts, torch.full((len(counts),), 3), {"draft_logits": rows, "token_bitmask": masks}
-    )
+    logits, rows = (torch.randn(n, size, generator=source) for n in (plan.num_rows, plan.num_proposals))
+    drafts = torch.randint(size, (len(rows),), generator=source)
+    options = {"draft_logits": rows, "token_bitmask": random_mask(random.Random(1), len(logits), size)}
+    return DraftBatch(plan, logits, drafts, torch.full((len(counts),), 3), options)
 
 
 @pytest.mark.full
@@ -173,14 +174,9 @@ def largest(work: Callable[[], object]) -> int:
 def verification(count: int, rule: str, **params: Any) -> Any:
     """A call that verifies ``count`` requests of ``K`` drafts, with draft logits, a mask, lists and a row filter."""
     sampler = Sampler(LARGE, count, backend="eager", history_len=16)
-    params = {"frequency_penalty": 0.5, "top_n_sigma": 2.0, **BIAS, **params}
-    slots = [sampler.add_request(SamplingParams(seed=n, **params), [1, 2]) for n in range(count)]
-    plan, rows = sampler.plan(slots, num_drafts=[K] * count), count * (K + 1)
-    logits, draft_logits = torch.randn(rows, LARGE), torch.randn(count * K, LARGE)
-    drafts, positions = torch.randint(LARGE, (count, K)), torch.full((count,), 2)
-    masks = torch.full((rows, -(-LARGE // 32)), -2, dtype=torch.int32)
-    options = {"draft_logits": draft_logits, "token_bitmask": masks}
-    return lambda: sampler.verify(plan, logits, drafts, positions, rule, **options)
+    given = {"frequency_penalty": 0.5, "top_n_sigma": 2.0, **BIAS, **params}
+    *batch, options = lists_and_masks(sampler, [K] * count, given)
+    return lambda: sampler.verify(*batch, rule, **options)
 
 
 @pytest.mark.parametrize(
@@ -225,16 +221,13 @@ def test_only_steps_that_need_edited_rows_together_are_in_chunks(rule, params, o
 
 @pytest.mark.parametrize("field", RequestRows._fields)
 def test_the_comparison_sees_rows_of_another_request(field):
-    sampler = drafting_sampler()
-    batch = draft_batch(sampler, "top_k_top_p[64]", "logits")
-    wanted = batch.verified(sampler, "block")
-
     def moved(*read: Any) -> RequestRows:
         rows = rows_of_requests(*read)
         return rows._replace(**{field: getattr(rows, field).roll(1)})
 
-    with request_chunks_of(8, V):
-        assert same(batch.verified(sampler, "block"), wanted)
+    sampler = sampler_of(torch.float32)
+    with batch_of(sampler, "top_k_top_p[64]", "logits") as batch, request_chunks_of(8, V):
+        wanted = batch.verified(sampler, "block")
         with mock.patch.object(verify_rows, "rows_of_requests", moved):
             assert not same(batch.verified(sampler, "block"), wanted)
 

@@ -1,6 +1,6 @@
 """Rows of ragged requests, of their drafts and of what they emit: a loop over requests finds the same."""
 
-import math
+import random
 from typing import Any
 
 import pytest
@@ -10,17 +10,15 @@ from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
 
 from compiled_sampler.batch import DraftTable
-from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from compiled_sampler.speculation.emission import by_request, emitted_rows
+from compiled_sampler.speculation import trees
+from compiled_sampler.speculation.emission import emitted_rows
 from compiled_sampler.speculation.row_layout import (
-    Starts,
     proposal_slots,
-    request_starts,
     row_layout,
     rows_of_drafts,
-    rows_of_requests,
 )
+from tests.builders.trees import path_of, random_parents
 from tools.bench.memory import scratch_bytes
 
 V = 10
@@ -40,59 +38,30 @@ def looped(
     return rows
 
 
-def laid_out(
-    num_drafts: list[int], seed: int, extra_rows: int = 0, *, searched: bool = False
-) -> tuple[list[tuple[Any, ...]], Any]:
-    """Rows by the loop, and the layout of the same requests; what lies beyond a request's drafts is random too."""
-    generator = torch.Generator().manual_seed(seed)
-    count, width = len(num_drafts), max(*num_drafts, 0)
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 2**32))
+def test_rows_are_those_of_a_loop_over_requests_compared_or_searched(num_drafts, extra_rows, seed):
+    """Padding may be anywhere; what lies beyond a request's drafts is random, and rows beyond the last are padding."""
+    generator, count = torch.Generator().manual_seed(seed), len(num_drafts)
     slots = torch.randint(0, 100, (count,), generator=generator)
     slots[torch.tensor(num_drafts) < 0] = -1
     positions = torch.randint(0, 2**40, (count,), generator=generator)
-    drafts = torch.randint(-2, V + 3, (count, width), generator=generator)
-    logits = torch.empty(sum(num_drafts) + count + extra_rows, 1)
-    layout = row_layout(logits, slots, positions, torch.tensor(num_drafts), drafts, vocab_size=V, searched=searched)
-    assert layout.first_drafts.tolist() == [sum(max(k, 0) for k in num_drafts[:n]) for n in range(count)]
-    return looped(num_drafts, slots.tolist(), positions.tolist(), drafts.tolist()), layout
-
-
-def assert_same(rows: list[tuple[Any, ...]], layout: Any) -> None:
-    judges = layout.trials.row_ids.tolist()
-    assert all(0 <= row < len(judges) for row in judges)
-    for row, (slot, position, offset, draft, proposal) in enumerate(rows):
-        found = [int(values[row]) for values in layout[:4]]
-        assert found == [slot, position, offset, draft]
-        assert proposal is None or int(layout.proposals[row]) == proposal
-        if proposal is not None:
-            trial = [int(values[proposal]) for values in layout.trials]
-            assert trial == [row, slot, position, offset, draft]
-
-
-@given(
-    st.lists(st.integers(-1, 5), min_size=2, max_size=8).filter(lambda counts: max(counts) >= 0), st.integers(0, 2**32)
-)
-def test_rows_are_those_of_a_loop_over_requests_with_padding_anywhere(num_drafts, seed):
-    assert_same(*laid_out(num_drafts, seed))
-
-
-@pytest.mark.parametrize("extra_rows", [1, 5])
-def test_rows_beyond_the_last_request_are_padding(extra_rows):
-    rows, layout = laid_out([2, 0, 3], 1, extra_rows)
-    assert_same(rows, layout)
-    assert (layout.slots[len(rows) :] == -1).all()
-    assert (layout.drafts[len(rows) :] == -1).all()
-
-
-@given(st.lists(st.integers(-1, 5), min_size=1, max_size=8), st.integers(0, 4), st.integers(0, 2**32))
-def test_searched_requests_are_those_of_comparisons(num_drafts, extra_rows, seed):
-    _, compared = laid_out(num_drafts, seed, extra_rows)
-    _, searched = laid_out(num_drafts, seed, extra_rows, searched=True)
-    assert torch.equal(torch.cat([*compared.trials]), torch.cat([*searched.trials]))
-    assert all(torch.equal(a, b) for a, b in zip(compared, searched, strict=True) if isinstance(a, torch.Tensor))
-    counts, proposals = torch.tensor(num_drafts), torch.empty(sum(max(k, 0) for k in num_drafts) + extra_rows, 1)
-    slots = torch.arange(len(num_drafts))
-    one, other = (proposal_slots(proposals, slots, counts, searched=each) for each in (False, True))
-    assert torch.equal(one, other)
+    drafts = torch.randint(-2, V + 3, (count, max(*num_drafts, 0)), generator=generator)
+    rows = looped(num_drafts, slots.tolist(), positions.tolist(), drafts.tolist())
+    proposers = [row for row, (*_, proposal) in enumerate(rows) if proposal is not None]
+    given = torch.empty(len(rows) + extra_rows, 1), slots, positions, torch.tensor(num_drafts), drafts
+    proposals = torch.empty(len(proposers) + extra_rows, 1)
+    for searched in (False, True):
+        layout = row_layout(*given, vocab_size=V, searched=searched)
+        assert layout.first_drafts.tolist() == [sum(max(k, 0) for k in num_drafts[:n]) for n in range(count)]
+        found = torch.stack(layout[:4], 1).tolist()
+        assert found[: len(rows)] == [[*row[:4]] for row in rows]
+        assert all((slot, draft) == (-1, -1) for slot, _, _, draft in found[len(rows) :])
+        assert layout.proposals[proposers].tolist() == list(range(len(proposers)))
+        trials = torch.stack([*layout.trials], 1).tolist()
+        assert all(0 <= row < max(len(given[0]), 1) for row, *_ in trials)
+        assert trials[: len(proposers)] == [[row, *rows[row][:4]] for row in proposers]
+        owners = proposal_slots(proposals, slots, given[3], searched=searched)
+        assert owners[: len(proposers)].tolist() == [rows[row][0] for row in proposers]
 
 
 def test_compiled_searches_find_the_same_requests():
@@ -116,20 +85,6 @@ def test_a_hundred_thousand_requests_take_no_memory_but_a_few_numbers_a_row():
     )
     assert held < 300 * rows
     assert torch.equal(layout[0].slots, torch.repeat_interleave(counts + 1))
-
-
-@pytest.mark.parametrize("searched", [False, True])
-def test_rows_of_some_requests_begin_with_those_of_the_first(searched):
-    """As many as all drafts would need; behind the last row of the batch, that row again."""
-    counts, logits, proposals = torch.tensor([2, -1, 0, 1, 1]), torch.empty(8, 1), torch.empty(4, 1)
-    starts, drafts = request_starts(counts, searched=searched), torch.empty(5, 2)
-    assert starts.rows.tolist() == [0, 3, 3, 4, 6]
-    assert starts.drafts.tolist() == [0, 2, 2, 2, 3]
-    for first, rows, proposed in ((1, [3, 4, 5, 6, 7, 7], [2, 3, 3, 3]), (3, [4, 5, 6, 7, 7, 7], [2, 3, 3, 3])):
-        part = Starts(*(each[first : first + 2] for each in starts))
-        found = rows_of_requests(part, drafts[first : first + 2], logits, proposals)
-        assert (found.row_ids.tolist(), found.proposal_ids.tolist()) == (rows, proposed)
-        assert rows_of_requests(part, drafts[first : first + 2], logits, None).proposal_ids is None
 
 
 CACHE_SLOTS, WIDTH, WIDE = 5, 3, 7
@@ -160,13 +115,21 @@ def test_a_row_has_the_token_that_it_emits():
     assert rows.slots.tolist() == [4, 4, -1, 0, 2, 2, 2, 2, -1, -1, -1, -1]
 
 
-def test_results_come_back_by_request_and_place():
-    found = torch.arange(12.0)
-    rows = LogprobOutputs(found, top_token_ids=torch.arange(24).view(12, 2), top=found[:, None].expand(-1, 2).clone())
-    by = by_request(rows, NUM_DRAFTS, TOKEN_IDS)
-    none = -math.inf
-    wanted = [[0.0, 1.0, none, none], [none] * 4, [3.0, none, none, none], [4.0, 5.0, 6.0, 7.0], [none] * 4]
-    assert by.token.tolist() == wanted
-    assert by.top[..., 1].tolist() == wanted
-    assert by.top_token_ids[..., 0].tolist() == [[0, 2, -1, -1], [-1] * 4, [6, -1, -1, -1], [8, 10, 12, 14], [-1] * 4]
-    assert by.rank is by.given is by.entropy is by.num_kept is by.boundary is None
+# Depths and paths of nodes, whatever parents are.
+
+
+@pytest.mark.parametrize("kind", ["random", "chain", "garbage"])
+@pytest.mark.parametrize("width", [1, 8, 9, 64])
+def test_nodes_have_the_depth_and_the_path_of_a_climb(kind, width):
+    source = random.Random(width)
+    every = [random_parents(source, width, kind) for _ in range(20)]
+    counts = [source.randrange(width + 1) for _ in every]
+    parents, num_drafts = torch.tensor(every), torch.tensor(counts)
+    made = trees.tree_of(trees.first_ways(parents, num_drafts), parents, num_drafts)
+    for n, (tree, count) in enumerate(zip(every, counts, strict=True)):
+        for node in range(width):
+            path = path_of(tree, node) if node < count else None
+            assert made.depths[n, node] == len(path or ())
+            if path is not None:
+                assert int(made.paths[n, node]) % 2**64 == sum(1 << each for each in path)
+        assert made.is_wrong[n] == any(not -1 <= tree[node] < node for node in range(count))
