@@ -216,11 +216,9 @@ CHOICES = ("match", "rejection", "block")
 @pytest.mark.parametrize(
     ("value", "way_out"),
     [
-        ("rejection_sampling", "did you mean 'rejection'?"),
         ("Block", "did you mean 'block'?"),
         ("fast", "the way out"),
         ("", "the way out"),
-        (3, "the way out"),
         (["match"], "the way out"),
     ],
 )

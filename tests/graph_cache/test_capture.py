@@ -125,6 +125,7 @@ def test_statistics_count_runs_that_are_served_and_a_reset_keeps_the_variants(ca
     assert (statistics.variants, statistics.captures, statistics.replays, statistics.direct_runs) == (3, 3, 3, 1)
     served = {"rows=1 -> score[2]": 1, "rows=3 -> score[4]": 2, "rows=9 -> direct": 1}
     assert statistics.coverage == {f"score {name}": count for name, count in served.items()}
+    assert statistics.fallbacks == {"score rows=9: more rows than the largest bucket 8": 1}
     assert statistics.pool_bytes == 3000
     assert cache.statistics() == statistics
     cache.reset_statistics()

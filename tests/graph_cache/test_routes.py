@@ -134,12 +134,6 @@ def test_the_smallest_variant_that_is_there_serves_and_one_captured_later_the_ne
     assert statistics.fallbacks == {f"score rows=1: {reason}": 1 for reason in reasons}
 
 
-def test_more_rows_than_the_largest_bucket_are_called_directly(cache):
-    tensors = batch(9)
-    assert same_bits(cache.run("score", tensors), expected(tensors))
-    assert cache.statistics().fallbacks == {"score rows=9: more rows than the largest bucket 8": 1}
-
-
 def test_a_covering_callable_serves_with_the_missing_input_at_its_fill(backend):
     cache = covered_cache(backend)
     cache.warmup(names=["score"])

@@ -436,10 +436,3 @@ def test_any_other_keyword_is_answered_with_those_that_there_are(function: Calla
 def test_a_seed_is_told_from_seeds() -> None:
     with pytest.raises(TypeError, match=re.escape("got 'seed'; seeds=... has one a row")):
         functional.sample(torch.zeros(1, 5), seed=1, positions=0)  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
-def test_every_keyword_of_its_own_passes(function: Callable[..., Any]) -> None:
-    """Up to the first check of a value: a tensor is missed, no keyword."""
-    with pytest.raises(TypeError, match=r"must be a (torch\.)?[Tt]ensor"):
-        function(**dict.fromkeys(inspect.signature(function).parameters))
