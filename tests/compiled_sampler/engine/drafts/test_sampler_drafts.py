@@ -9,7 +9,7 @@ from torch import Tensor
 
 from compiled_sampler import Draft, Plan, Sampler, SamplingParams, Verification, VerifyOutputs
 from compiled_sampler.batch import tensors_of
-from compiled_sampler.modes import RULES, uncovered
+from compiled_sampler.modes import RULES
 from tests.builders.sampler import (
     REQUESTS,
     SHARED_SLOTS,
@@ -195,24 +195,6 @@ def test_handles_stand_for_their_tokens_and_a_copy_of_their_logits(rule, dtype):
         assert same(out, sampler.verify(*given, draft_logits=rows))
         assert not same(out, sampler.verify(*given))
     assert_well_formed(out, batch.plan, tokens)
-
-
-@pytest.mark.parametrize("base", ["top_k", "all"])
-def test_probs_are_the_law_in_every_mode(base):
-    sampler = Sampler(V, 8, backend="eager", top_p_base=base)
-    for params in PARAMS:
-        slot = sampler.add_request(params)
-        logits = rows_of(6)
-        law = sampler.probs(sampler.plan([slot] * 6), logits)
-        assert ((law.double().sum(-1) - 1.0).abs() < 1e-6).all()
-        options = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-        for row, found in zip(logits.tolist(), law.tolist(), strict=True):
-            keep = oracle.reference_keep(row, **options, top_p_base=base)
-            masses = oracle.masses(row, params.temperature or 1.0)
-            assert [i for i, p in enumerate(found) if p > 0.0] == sorted(keep)
-            assert found == pytest.approx([float(p) for p in oracle.exact_law(masses, keep)], abs=1e-6)
-        for mode in (mode.name for mode in sampler.modes if uncovered(mode, params) is None):
-            assert torch.equal(sampler.probs(sampler.plan([slot] * 6, mode=mode), logits), law)
 
 
 @pytest.mark.parametrize("with_law", [False, True])

@@ -76,16 +76,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Given(NamedTuple):
     """What a call reads besides the plan."""
 
-    logits: Tensor
-    """``[ROWS, V]``."""
-    proposed: Tensor
-    """``[PROPOSED, V]``, of the drafter."""
-    drafts: Tensor
-    """int64 ``[N, WIDTH]``."""
-    positions: Tensor
-    """int64 ``[N]``."""
-    of_edits: dict[str, Any]
-    """A mask and what edits of the user read, a row for each row of logits."""
+    logits: Tensor  # [ROWS, V]
+    proposed: Tensor  # [PROPOSED, V], of the drafter
+    drafts: Tensor  # int64 [N, WIDTH]
+    positions: Tensor  # int64 [N]
+    of_edits: dict[str, Any]  # a mask and what edits of the user read, a row for each row of logits
 
     def first(self, name: str) -> Any:
         """A tensor of ``of_edits`` for the first row of each request."""
