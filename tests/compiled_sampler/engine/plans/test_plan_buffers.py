@@ -178,51 +178,51 @@ def test_sums_of_counts_are_taken_as_the_counts(on_each, dtype, rule):
 # What does not fit.
 
 
-BUFFER = torch.zeros(N, dtype=torch.int64)
-OF_SLOTS = "must be [4], one a slot, got [8]; slice it", "must be torch.int64 or torch.int32, got torch.int16"
-WRONG_BUFFERS = [(torch.zeros(8, dtype=torch.int64), OF_SLOTS[0]), (BUFFER.short(), OF_SLOTS[1])]
-WRONG_BUFFERS += [(BUFFER.to("meta"), "must be on cpu, got meta"), (None, "must be a torch.Tensor, got NoneType")]
+BUFFER, Wrong = torch.zeros(N, dtype=torch.int64), tuple[dict[str, Any], type[Exception], str]
+INT16 = BUFFER.short(), TypeError, "must be torch.int64 or torch.int32, got torch.int16"
+WRONG_BUFFERS = [INT16, (torch.zeros(8, dtype=torch.int64), ValueError, "must be [4], one a slot, got [8]; slice it")]
+WRONG_BUFFERS += [(BUFFER.to("meta"), ValueError, "must be on cpu, got meta"), (None, TypeError, "got NoneType")]
 TWO_FORMS = {"draft_counts": BUFFER, "cumulative_drafts": BUFFER}
-OF_DRAFTS: list[tuple[dict[str, Any], str]] = [
+OF_DRAFTS: list[Wrong] = [
     *(
-        ({name: wrong}, f"plan.{name} {words}")
+        ({name: wrong}, error, words)
         for name in ("slot_ids", "draft_counts", "cumulative_drafts")
-        for wrong, words in WRONG_BUFFERS
+        for wrong, error, words in WRONG_BUFFERS
         if name != "cumulative_drafts" or wrong is not None  # None is as planned
     ),
-    ({"slot_ids": [0, 1, N, 2]}, "slot_ids must be in [-1, 3], got 4 at 2; add_request() returns slots"),
-    ({"draft_counts": [0, K + 1, 0, 0]}, "draft_counts must be in [-1, 3], got 4 at 1; pass as many columns"),
-    ({"draft_counts": [2**62, 2**62, 0, 0]}, f"draft_counts must be in [-1, {MOST_DRAFTS}], got {2**62} at 0"),
-    ({"draft_counts": [K, -1, 0, 0]}, "must be >= 0 for requests, got -1 at 1; -1 is for slots of -1"),
-    ({"draft_counts": [K, K - 1, 0, 0]}, "must take 8 rows at most, got 9; plan"),
-    ({"cumulative_drafts": [1, 0, 1, 1]}, f"as differences, must be in [0, {MOST_DRAFTS}], got -1 at 1"),
-    ({"cumulative_drafts": [K, K + 2, K + 2, K + 2]}, "as differences, must take 8 rows at most, got 9; plan"),
-    (TWO_FORMS, "draft_counts must be as planned with cumulative_drafts, got a buffer; replac"),
-    ({"num_drafts": (3, 3, 1, 2)}, "plan.num_drafts must be "),
+    ({"slot_ids": [0, 1, N, 2]}, ValueError, "must be in [-1, 3], got 4 at 2; add_request() returns slots"),
+    ({"draft_counts": [0, K + 1, 0, 0]}, ValueError, "must be in [-1, 3], got 4 at 1; pass as many columns"),
+    ({"draft_counts": [2**62, 2**62, 0, 0]}, ValueError, f"must be in [-1, {MOST_DRAFTS}], got {2**62} at 0"),
+    ({"draft_counts": [K, -1, 0, 0]}, ValueError, "must be >= 0 for requests, got -1 at 1; -1 is for slots of -1"),
+    ({"draft_counts": [K, K - 1, 0, 0]}, ValueError, "must take 8 rows at most, got 9; plan"),
+    ({"cumulative_drafts": [1, 0, 1, 1]}, ValueError, f"as differences, must be in [0, {MOST_DRAFTS}], got -1 at 1"),
+    ({"cumulative_drafts": [K, K + 2, K + 2, K + 2]}, ValueError, "as differences, must take 8 rows at most, got 9"),
+    (TWO_FORMS, ValueError, "must be as planned with cumulative_drafts, got a buffer; replac"),
 ]
-OF_BOTH: list[tuple[dict[str, Any], str]] = [
-    ({"slots": (0, 1, 2)}, "plan.slots must be "),
-    ({"mode": mode_table(V, "top_k")[0]}, "plan.mode must be "),
-    ({"planned": None}, "plan.planned must be "),
-    ({"origin": None}, "plan.origin must be "),
+OF_BOTH: list[Wrong] = [
+    ({"slots": (0, 1, 2)}, ValueError, "must be "),
+    ({"mode": mode_table(V, "top_k")[0]}, ValueError, "must be "),
+    ({"num_drafts": (3, 3, 1, 2)}, ValueError, "must be "),
+    ({"planned": None}, TypeError, "must be "),
+    ({"origin": None}, TypeError, "must be "),
 ]
-WITHOUT_DRAFTS: list[tuple[dict[str, Any], str]] = [
-    ({"slot_ids": BUFFER.short()}, OF_SLOTS[1]),
-    ({"num_drafts": (3, 3, 1, 2)}, "plan.num_drafts must be "),
-    ({"draft_counts": BUFFER}, "draft_counts must be None without drafts, got a buffer"),
-    ({"cumulative_drafts": BUFFER}, "cumulative_drafts must be None without drafts, got a buffer"),
+WITHOUT_DRAFTS: list[Wrong] = [
+    ({"slot_ids": INT16[0]}, *INT16[1:]),
+    ({"draft_counts": BUFFER}, ValueError, "must be None without drafts, got a buffer"),
+    ({"cumulative_drafts": BUFFER}, ValueError, "must be None without drafts, got a buffer"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("has_drafts", "changed", "words"),
+    ("has_drafts", "changed", "error", "words"),
     [*((True, *each) for each in OF_DRAFTS + OF_BOTH), *((False, *each) for each in WITHOUT_DRAFTS + OF_BOTH)],
 )
-def test_a_replacement_that_does_not_fit_is_refused(sampler, has_drafts, changed, words):
+def test_a_replacement_that_does_not_fit_is_refused(sampler, has_drafts, changed, error, words):
     plan = sampler.plan(range(N), num_drafts=[K, 1, 0, 0] if has_drafts else None)  # 8 rows
     changed = {name: torch.tensor(each) if type(each) is list else each for name, each in changed.items()}
-    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+    with pytest.raises(error, match=rf"plan\.{next(iter(changed))},? ?.*{re.escape(words)}") as caught:
         call(sampler, dataclasses.replace(plan, **changed))
+    assert ", got " in str(caught.value)
     call(sampler, plan)
     call(sampler, dataclasses.replace(plan, slot_ids=plan.slot_ids.clone()))
 
