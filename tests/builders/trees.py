@@ -46,6 +46,8 @@ class TreeBatch:
     drafts: list[list[int]]
     logits: Tensor
     masks: Tensor | None
+    draft_logits: Tensor | None = None
+    """``[D, V]``, for the rule "rejection"."""
     own: SampleOutputs = field(init=False)
     """What each row draws where its request has the drafts before it as output, ``[R, ...]``."""
 
@@ -69,13 +71,23 @@ class TreeBatch:
         return sampler.plan([each.added(sampler) for each in self.requests], num_drafts=self.counts)
 
     def verified(self, sampler: Sampler, **options: Any) -> VerifyOutputs:
-        """The results of requests that are added and removed; by the rule ``match``, unless options say otherwise."""
+        """The results of requests that are added and removed."""
         plan, (drafts, parents) = self.plan(sampler), self.padded()
-        mask = {} if self.masks is None else {"token_bitmask": self.masks}
-        made = sampler.verify(plan, self.logits, drafts, self.positions, **{"parents": parents, **mask, **options})
+        made = sampler.verify(
+            plan, self.logits, drafts, self.positions, **{"parents": parents, **self.rest(), **options}
+        )
         for slot in plan.slots:
             sampler.remove_request(slot)
         return made
+
+    def rest(self) -> dict[str, Any]:
+        """What a verification gets besides: the mask, and the rule with the logits of drafts."""
+        mask = {} if self.masks is None else {"token_bitmask": self.masks}
+        return mask if self.draft_logits is None else {"rule": "rejection", "draft_logits": self.draft_logits, **mask}
+
+    def update(self, **params: Any) -> None:
+        for request in self.requests:
+            request.given.update(params)
 
     def draw(self, sampler: Sampler, logprobs: Logprobs | None = None) -> None:
         """Draw every row alone, and make some drafts what their parents' rows draw, row after row."""
@@ -116,6 +128,29 @@ def tree_batch(sampler: Sampler, seed: int, *, kind: str = "", edits: Sequence[s
                     tokens[node] = int(batch.own.token_ids[row + 1 + tree[node]])
             row += len(tree) + 1
     return batch
+
+
+def proposed_batch(seed: int, *, kind: str = "", edits: Sequence[str] = ()) -> TreeBatch:
+    """A batch with logits of a drafter; some drafts are no tokens, some come twice, garbage trees have any parents."""
+    source = random.Random(f"{seed} {kind} {edits}")
+    requests = [random_request(source, V, edits) for _ in range(6)]
+    parents = [random_parents(source, source.randrange(1, NODES + 1), kind or source.choice(KINDS)) for _ in requests]
+    count = sum(map(len, parents))
+    logits = hard_logits(source, count + len(requests))
+    noise = torch.randn(count, V, generator=torch.Generator().manual_seed(seed))
+    rows, start = list[int](), 0
+    for tree in parents:  # siblings are of one law, close to the target's at their parent
+        rows += [start + 1 + parent if -1 <= parent < node else start for node, parent in enumerate(tree)]
+        start += len(tree) + 1
+    draft_logits = [logits[row] + noise[rows.index(row)] for row in rows]
+    drafts = list[int]()
+    for each in draft_logits:
+        likely = each.nan_to_num().topk(3).indices.tolist()
+        drafts.append(source.choice(likely) if source.random() < 0.8 else source.randrange(-1, V + 1))
+    flat = iter(drafts)
+    of_trees = [[next(flat) for _ in tree] for tree in parents]
+    masks = random_mask(source, count + len(requests), V) if edits and seed % 2 else None
+    return TreeBatch(requests, parents, of_trees, logits, masks, torch.stack(draft_logits))
 
 
 @dataclass

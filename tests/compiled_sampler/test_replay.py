@@ -34,12 +34,6 @@ def replayed(
     return tokens, found.token, found.boundary, *replay(logits, params, tokens, found.boundary)
 
 
-def rollout(generator: torch.Generator) -> tuple[Tensor, Tensor, list[SamplingParams]]:
-    """The logits of 1,024 rows, noise of their shape, and the params of each row: those of the page on RL."""
-    logits, noise = (torch.randn(1024, 1000, generator=generator) for _ in range(2))
-    return 3.0 * logits, noise, [SamplingParams(temperature=0.8, top_p=0.9, seed=seed) for seed in range(1024)]
-
-
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_kept_set_of_hard_rows_is_the_sampler_s_own(base, dtype):
@@ -98,7 +92,7 @@ def test_the_gradient_is_that_of_a_log_softmax_over_the_kept_set(params, generat
 
 
 def test_without_filters_a_boundary_holds_for_any_logits(generator):
-    logits, noise, _ = rollout(generator)
+    logits, noise = 3.0 * torch.randn(1024, 1000, generator=generator), torch.randn(1024, 1000, generator=generator)
     params = [SamplingParams(temperature=0.8, seed=seed) for seed in range(1024)]
     tokens, _, boundary, _, _ = replayed(logits, params)
     for other in (logits - 1.0, logits.bfloat16().float(), logits + 3.0 * noise):
@@ -110,26 +104,26 @@ def test_without_filters_a_boundary_holds_for_any_logits(generator):
 
 def test_arguments_of_other_kinds_are_refused(generator):
     logits, tokens = torch.randn(2, 4, generator=generator), torch.zeros(2, dtype=torch.int64)
-    boundary = torch.full((2,), KEEP_ALL)
-    with pytest.raises(TypeError, match=r"^token_ids must be a torch\.Tensor, got list; "):
-        replay(logits, PARAMS[1], [0, 0], boundary)
-    with pytest.raises(TypeError, match="float64"):
-        replay(logits.double(), PARAMS[1], tokens, boundary)
-    with pytest.raises(TypeError, match="int32"):
-        replay(logits, PARAMS[1], tokens, boundary.to(torch.int32))
-    with pytest.raises(ValueError, match=r"\[1\]"):
-        replay(logits, PARAMS[1], tokens[:1], boundary)
-    with pytest.raises(ValueError, match="got 3"):
-        replay(logits, PARAMS[:3], tokens, boundary)
-    for dtype in (torch.int64, torch.bfloat16, "float32"):
-        with pytest.raises(TypeError, match=r"^dtype must be torch\.float64 or torch\.float32, got "):
-            replay(logits, PARAMS[1], tokens, boundary, dtype=dtype)
-    for wrong in (tokens.float(), tokens.bool()):
-        with pytest.raises(TypeError, match=r"^token_ids must be int64 or int32, got "):
-            replay(logits, PARAMS[1], wrong, boundary)
-    for wrong in (None, {*PARAMS[:2]}, [{}, {}], [0, 1], 3):
-        with pytest.raises(TypeError, match=r"^params must be SamplingParams, or a list of them, got "):
-            replay(logits, wrong, tokens, boundary)
+    right = {"params": PARAMS[1], "token_ids": tokens, "boundary": torch.full((2,), KEEP_ALL)}
+    of_params, of_dtype = (
+        "^params must be SamplingParams, or a list of them, got ",
+        r"^dtype must be torch\.float64 or torch",
+    )
+    for changed, error, words in (
+        ({"token_ids": [0, 0]}, TypeError, r"^token_ids must be a torch\.Tensor, got list; "),
+        *(
+            ({"token_ids": wrong}, TypeError, "^token_ids must be int64 or int32, got ")
+            for wrong in (tokens.float(), tokens.bool())
+        ),
+        ({"token_ids": tokens[:1]}, ValueError, r"\[1\]"),
+        ({"edited_logits": logits.double()}, TypeError, "float64"),
+        ({"boundary": tokens.int()}, TypeError, "int32"),
+        ({"params": PARAMS[:3]}, ValueError, "got 3"),
+        *(({"params": wrong}, TypeError, of_params) for wrong in (None, {*PARAMS[:2]}, [{}, {}], 3)),
+        *(({"dtype": wrong}, TypeError, of_dtype) for wrong in (torch.int64, torch.bfloat16, "float32")),
+    ):
+        with pytest.raises(error, match=words):
+            replay(**{"edited_logits": logits, **right, **changed})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -1,11 +1,15 @@
-"""Owned buffers: what is copied, filled, converted and left alone, and what results are."""
+"""Owned buffers: what is copied, filled, converted and left alone; copies of several tensors in few launches."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from graph_cache import GraphCache
-from graph_cache.buffers import InputBuffer, copy_tensors
+from graph_cache import GraphCache, buffers
+from graph_cache.buffers import InputBuffer, NewCopies, copy_tensors
 from graph_cache.registry import BufferSpec
 from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, expected, same_bits
 
@@ -157,3 +161,110 @@ def test_other_dtypes_are_refused(narrow_cache, dtype):
     with pytest.raises(TypeError, match=f"'shift' must be torch.int64 or torch.int32, got {dtype}; convert"):
         narrow_cache.run("score", {**given, "shift": given["shift"].to(dtype)})
     assert same_bits(narrow_cache.run("score", given), expected(given))
+
+
+# Copies of several tensors.
+
+
+def check_copies(sources: Sequence[Tensor], dtype: torch.dtype | None = None) -> None:
+    """New tensors have the values of the sources after a copy, in another dtype if it is given."""
+    targets = [torch.full(each.shape, 77).to(dtype or each.dtype) for each in sources]
+    copy_tensors(targets, sources)
+    assert all(torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources, strict=True))
+
+
+SMALL = [torch.arange(6), torch.arange(12).view(6, 2), torch.arange(6, dtype=torch.int32), torch.randn(6)]
+MANY = [
+    *SMALL,
+    torch.randn(4, 6).T,
+    torch.rand(6) > 0.5,
+    torch.randn(6, 3).to(torch.bfloat16),
+    torch.empty(0, dtype=torch.int64),
+    torch.arange(8).view(2, 4)[:1, 2],
+    None,
+]
+
+
+def test_copies_keep_every_value_for_mixed_dtypes_and_strides():
+    others = [torch.arange(6).to(torch.uint32), torch.tensor(3), torch.tensor(4, dtype=torch.int32), torch.empty(0)]
+    check_copies([*MANY[:-1], *others])
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.float64, torch.bfloat16, torch.int64])
+def test_numbers_are_converted_whatever_their_strides(dtype):
+    strided = torch.arange(-6, 6).view(6, 2)[:, 1], torch.arange(12).view(3, 4).T
+    check_copies([torch.arange(6), *strided, torch.tensor(-9)], dtype)
+
+
+@contextmanager
+def launches() -> Iterator[mock.Mock]:
+    """Copies of several tensors of one dtype within the block; one that is copied alone is an error."""
+    alone = mock.patch.object(Tensor, "copy_", side_effect=AssertionError("a launch of its own"))
+    with mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as together, alone:
+        yield together
+    assert all(len({each.dtype for each in call.args[0]}) == 1 for call in together.call_args_list)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_small_contiguous_tensors_of_any_words_take_one_launch(count):
+    with launches() as together:
+        check_copies(SMALL[:count])
+        NewCopies(SMALL[:count])()
+    assert together.call_count == 1 + 1
+
+
+def test_conversions_of_one_pair_of_dtypes_take_one_launch():
+    sources = [torch.arange(6, dtype=torch.int32), torch.arange(12, dtype=torch.int32).view(6, 2), *SMALL]
+    targets = [torch.empty(each.shape, dtype=torch.int64) for each in sources[:2]] + [*map(torch.empty_like, SMALL)]
+    with launches() as together:
+        copy_tensors(targets, sources)
+    assert together.call_count == 2
+    assert all(torch.equal(target, source.to(target.dtype)) for target, source in zip(targets, sources, strict=True))
+
+
+@contextmanager
+def one_by_one() -> Iterator[None]:
+    with mock.patch.object(torch, "_foreach_copy_", side_effect=AssertionError("with others")):
+        yield
+
+
+def test_large_tensors_and_single_ones_are_copied_by_the_driver(monkeypatch):
+    monkeypatch.setattr(buffers, "_MOST_BYTES", 40)
+    sources = [torch.randn(11), torch.randn(10)]
+    with one_by_one():
+        check_copies(sources)
+        assert all(map(torch.equal, NewCopies(sources)(), sources))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint32, torch.uint64, torch.bfloat16, torch.bool, torch.complex64])
+def test_dtypes_that_the_copy_of_several_lacks_are_copied_one_by_one(dtype):
+    with one_by_one():
+        check_copies([torch.arange(4).to(dtype), torch.arange(4, 8).to(dtype)])
+
+
+@pytest.mark.parametrize(
+    "column",
+    [torch.arange(5)[2].expand(1), torch.arange(8).view(2, 4)[:1, 2], torch.arange(12).view(3, 4).t()[:2, :1]],
+    ids=["expanded", "a column", "a column of rows"],
+)
+def test_a_last_dimension_of_size_1_may_have_any_stride(column):
+    """Torch calls it contiguous, and views no other dtype of it."""
+    assert column.is_contiguous() or column.shape[0] > 1
+    for source in (column, column.clone()):
+        target, other = torch.empty_strided(column.shape, column.stride(), dtype=torch.int64), SMALL[2]
+        copy_tensors([target, torch.empty_like(other)], [source, other])
+        assert torch.equal(target, source)
+
+
+@pytest.mark.parametrize("count", range(len(MANY) + 1))
+def test_new_copies_hold_what_the_sources_hold_at_each_call(count):
+    sources = [each if each is None else each.clone() for each in MANY[:count]]
+    copies_of = NewCopies(sources)
+    for turn in range(3):
+        made = copies_of()
+        assert [each is None for each in made] == [each is None for each in sources]
+        for new, source in (pair for pair in zip(made, sources, strict=True) if pair[1] is not None):
+            assert new.dtype is source.dtype
+            assert torch.equal(new, source)
+            assert not source.numel() or new.data_ptr() != source.data_ptr()
+            source.fill_(turn)

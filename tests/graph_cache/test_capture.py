@@ -1,6 +1,7 @@
 """Preparing, failing to prepare, evicting and counting variants."""
 
 import gc
+from unittest import mock
 
 import pytest
 import torch
@@ -48,43 +49,24 @@ def test_variants_and_callables_with_results_of_one_layout_share_buffers_of_the_
 def test_a_failed_capture_names_the_variant_leaves_the_others_and_is_tried_again(backend):
     cache = cache_of(Spied(), backend)
     cause, tensors = RuntimeError("operation not permitted"), batch(3)
-    cache.warmup(buckets=[8])
-    backend.failures = [cause]
     with pytest.raises(CaptureError, match=r"score\[4\] could not be captured: RuntimeError: operation not") as caught:
-        cache.warmup()
+        cache.warmup(progress=lambda *_: backend.failures.append(cause))  # after the first one
     assert (caught.value.name, caught.value.bucket, caught.value.__cause__) == ("score", 4, cause)
     assert cache.prepared() == [VariantKey("score", 8)]
+    assert cache.statistics().captures == 1
     assert same_bits(cache.run("score", tensors), expected(tensors))
     cache.warmup()
     assert same_bits(cache.run("score", tensors), expected(tensors))
     assert cache.statistics().coverage == {f"score rows=3 -> score[{bucket}]": 1 for bucket in (8, 4)}
 
 
-def test_a_buffer_that_finds_no_memory_is_a_failed_capture(backend, monkeypatch):
-    def no_memory(*_):
-        raise torch.OutOfMemoryError("no memory")
-
-    cache, tensors = cache_of(Spied(), backend), batch(3)
-    with monkeypatch.context() as patched:
-        patched.setattr(buffers, "InputBuffer", no_memory)
-        with pytest.raises(CaptureError) as caught:
-            cache.warmup()
-    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+def test_a_buffer_that_finds_no_memory_is_a_failed_capture(backend):
+    cache, tensors, full = cache_of(Spied(), backend), batch(3), torch.OutOfMemoryError("no memory")
+    with mock.patch.object(buffers, "InputBuffer", side_effect=full), pytest.raises(CaptureError) as caught:
+        cache.warmup()
+    assert caught.value.__cause__ is full
     cache.warmup()
     assert same_bits(cache.run("score", tensors), expected(tensors))
-
-
-def test_captures_are_counted_as_they_are_made_also_before_one_that_fails(backend):
-    cache, counted = cache_of(Spied(), backend), []
-
-    def report(done: int, total: int, label: str) -> None:
-        counted.append(cache.statistics().captures)
-        backend.failures = [RuntimeError("once")] if done == 2 else []
-
-    with pytest.raises(CaptureError):
-        cache.warmup(progress=report)
-    assert counted == [1, 2]
-    assert cache.statistics().captures == 2
 
 
 @pytest.mark.parametrize(
@@ -126,15 +108,12 @@ def test_an_evicted_variant_serves_no_more_and_can_be_prepared_again(cache):
 def test_eviction_removes_what_meets_every_condition_and_gives_the_pool_back_with_the_last(cache, backend):
     cache.register("again", Spied(), SPECS)
     cache.warmup()
-    assert cache.evict("again", rows=4) == 1
-    assert cache.evict("again", rows=4) == 0
-    assert cache.evict("again") == 2
-    assert cache.evict(rows=8) == 1
+    for conditions, count in (({"name": "again", "rows": 4}, 1), ({"name": "again"}, 2), ({"rows": 8}, 1)):
+        assert [cache.evict(**conditions), cache.evict(**conditions)] == [count, 0]
     assert cache.prepared() == [VariantKey("score", 4), VariantKey("score", 2)]
     assert backend.num_resets == 0
     assert cache.evict() == 2
-    assert cache.prepared() == []
-    assert backend.num_resets == 1
+    assert (cache.prepared(), backend.num_resets) == ([], 1)
 
 
 def test_statistics_count_runs_that_are_served_and_a_reset_keeps_the_variants(cache):
@@ -146,6 +125,7 @@ def test_statistics_count_runs_that_are_served_and_a_reset_keeps_the_variants(ca
     assert (statistics.variants, statistics.captures, statistics.replays, statistics.direct_runs) == (3, 3, 3, 1)
     served = {"rows=1 -> score[2]": 1, "rows=3 -> score[4]": 2, "rows=9 -> direct": 1}
     assert statistics.coverage == {f"score {name}": count for name, count in served.items()}
+    assert statistics.fallbacks == {"score rows=9: more rows than the largest bucket 8": 1}
     assert statistics.pool_bytes == 3000
     assert cache.statistics() == statistics
     cache.reset_statistics()

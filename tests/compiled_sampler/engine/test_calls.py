@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from compiled_sampler import SampleOutputs, Sampler, SamplingParams, Verification
+from compiled_sampler.batch import tensors_of
 from compiled_sampler.engine import calls
-from compiled_sampler.engine.calls import Calls
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering.inductor import versions
-from compiled_sampler.modes import mode_table
 from graph_cache import PinnedRing
 from tests.builders.sampler import REQUESTS, holding, new_outputs, same
 
@@ -86,26 +85,12 @@ def test_variants_that_come_later_serve_known_calls(reference):
     assert sampler.statistics().replays == 4
 
 
-class Runner:
-    """Stands for the runner, of which calls ask for the generation alone."""
-
-    generation = 0
-
-
-def test_few_calls_are_kept_and_none_of_another_generation():
-    runner = Runner()
-    known, tensors = Calls(runner), (torch.zeros(1),)
-
-    def step(i: int, wanted: object) -> object:
-        return known.launch_for(("full", i), tensors, None, lambda: wanted, False)
-
-    for i in range(3 * calls.MOST_CALLS):
-        assert step(i, i) == i
-        assert step(i, "another") == i
-        assert sum(map(len, known._launches.values())) <= calls.MOST_CALLS
-    runner.generation = 1
-    assert step(i, "another") == "another"
-    assert sum(map(len, known._launches.values())) == 1
+def test_few_calls_are_kept(reference, monkeypatch):
+    monkeypatch.setattr(calls, "MOST_CALLS", 8)
+    plan, positions, logits = reference.plan([0, 1, 2, 3]), torch.arange(R), [torch.randn(R, V) for _ in range(30)]
+    for each in logits:
+        reference.sample(plan, each, positions)
+        assert 0 < sum(map(len, reference._calls._launches.values())) <= 8
 
 
 def test_a_ring_of_results_says_what_took_its_place(reference):
@@ -140,12 +125,18 @@ def test_one_row_may_have_any_strides(reference):
 @pytest.mark.parametrize("backend", ["eager", "graph"])
 def test_results_keep_no_gradient_of_the_logits(backend):
     """Logprobs of steps without a graph had one, and so the memory of the model's backward pass."""
-    sampler, logits = sampler_of(backend), torch.randn(3, V, requires_grad=True)
-    plan = sampler.plan([0, 1, 2], mode="full")
+    sampler, logits = sampler_of(backend, R + 1), torch.randn(3, V, requires_grad=True)
+    plan, positions, none = sampler.plan([0, 1, 2], mode="full"), torch.arange(3), sampler.plan([])
+    biased = sampler.plan([sampler.add_request(SamplingParams(logit_bias={7: 1.0}))] * 3)
+    drafts = [
+        sampler.draft(each, logits[: len(each.slots)], positions[: len(each.slots)], False) for each in (plan, none)
+    ]
+    results = [sampler.edited_logits(each, logits, positions) for each in (plan, biased)]
+    results += [sampler.probs(plan, logits), *(each.logits for each in drafts)]
     for of in ("raw", "processed"):
-        out = sampler.sample(plan, logits, torch.arange(3), logprobs=Logprobs(top=2, of=of))
-        assert out.logprobs is not None
-        assert not any(each.requires_grad for each in out.logprobs if isinstance(each, Tensor))
+        results += tensors_of(sampler.sample(plan, logits, positions, logprobs=Logprobs(top=2, of=of)))
+    assert not any(each.requires_grad for each in results)
+    assert torch.equal(drafts[0].logits, logits)
 
 
 # Drafts.
@@ -247,12 +238,6 @@ def test_a_request_whose_upload_fails_leaves_its_slot_free(monkeypatch):
             sampler.add_request(SamplingParams(seed=12))
     assert sampler.add_request(SamplingParams(seed=13)) == R
     assert sampler._requests.staged.table.seeds[R] == 13
-
-
-def test_modes_have_names_of_their_own():
-    for base in ("top_k", "all"):
-        names = [mode.name for mode in mode_table(V, base)]
-        assert len(set(names)) == len(names)  # a known call is looked up by the name of its mode
 
 
 def test_a_graph_of_tensors_that_are_no_longer_bound_is_not_kept_for_the_next_call():

@@ -85,24 +85,14 @@ def test_verifications_are_the_same_for_each_mixture_of_dtypes(sampler, rule, wi
     tokens[:, 0] = sampler.verify(plan, logits, tokens, where).token_ids[:, 0]
     wanted = sampler.verify(plan, logits, tokens, where, rule)
     assert (wanted.num_accepted > 0).any()
+    none, no_drafts = sampler.plan([], num_drafts=[]), torch.empty(0, 0)
     for positions, drafts, slots, counts in MIXTURES:
+        empty = with_slots(none, slots), logits_of(0), no_drafts.to(drafts), where[:0].to(positions), rule
+        assert sampler.verify(*empty).token_ids.shape == (0, 1)
         given = with_slots(dataclasses.replace(full, draft_counts=full.draft_counts.to(counts)), slots)
         for its, own in ((with_slots(plan, slots), logits), (given, rows)):
             assert same(sampler.verify(its, own, tokens.to(drafts), where.to(positions), rule), wanted)
         assert torch.equal(sampler.probs(given, rows)[: len(logits)], sampler.probs(plan, logits))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_batches_without_rows(sampler, dtype):
-    where = torch.empty(0, dtype=dtype)
-    plan = with_slots(sampler.plan([]), dtype)
-    assert sampler.sample(plan, logits_of(0), where).token_ids.shape == (0,)
-    planned = with_slots(sampler.plan([], num_drafts=[]), dtype)
-    assert sampler.verify(planned, logits_of(0), where.view(0, 0), where).token_ids.shape == (0, 1)
-    none = sampler.plan(range(N), "full", [0] * N)
-    wanted = sampler.verify(none, logits_of(N), torch.empty(N, 0, dtype=torch.int64), torch.arange(N))
-    found = sampler.verify(none, logits_of(N), torch.empty(N, 0, dtype=dtype), torch.arange(N).to(dtype))
-    assert same(found, wanted)
 
 
 def test_a_known_call_is_of_one_dtype(sampler):

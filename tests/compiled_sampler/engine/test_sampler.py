@@ -101,20 +101,6 @@ def test_a_backend_is_chosen_for_the_device():
     assert [Sampler(V, 1, backend=backend).backend for backend in BACKENDS] == list(BACKENDS)
 
 
-@pytest.mark.parametrize("backend", tiers(["eager"], ["compiled"]))
-def test_padding_is_minus_one_whatever_its_logits(backend):
-    sampler, poisons = shared_sampler(V, backend=backend), (0.0, torch.nan, torch.inf, -torch.inf, 3e38)
-    for params in PARAMS:
-        with held(sampler, [params]) as (slot,):
-            wanted = sampler.sample(sampler.plan([slot] * 2), normal_rows(2), torch.tensor([3, 4]))
-            for poison in poisons:
-                logits = torch.full((4, V), poison)
-                logits[1::2] = normal_rows(2)
-                out = sampler.sample(sampler.plan([-1, slot, -1, slot]), logits, torch.tensor([9, 3, -5, 4]))
-                assert out.token_ids[::2].tolist() == out.status[::2].tolist() == [-1, -1]
-                assert same(SampleOutputs(*(each[1::2] for each in tensors_of(out))), wanted)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_empty_batch_gives_empty_results(backend):
     sampler = Sampler(V, 2, backend=backend)

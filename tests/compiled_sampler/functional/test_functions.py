@@ -1,8 +1,10 @@
 """``functional.sample``, ``probs``, ``verify``: the bits of a ``Sampler``, from numbers and tensors, on any backend."""
 
+import inspect
 import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams, VerifyOutputs
+from compiled_sampler import RowStatus, SampleOutputs, Sampler, SamplingParams, VerifyOutputs, functional
 from compiled_sampler.batch import tensors_of
 from compiled_sampler.functional import probs, sample, verify, verify_from_probs
 from compiled_sampler.functional.arguments import mode_of
@@ -96,19 +98,14 @@ def test_numbers_of_numpy_and_float32_mean_the_value_that_they_hold():
     assert [law.count_nonzero().item() for law in laws] == [3, 4, 4]
 
 
-def test_positions_may_be_of_32_bits_or_one_number():
+def test_positions_may_be_of_32_bits_or_one_number_which_may_seed_a_single_row():
     logits, seeds = rows(5), noise(PARAMS[:5])["seeds"]
-    options: dict[str, Any] = {"seeds": seeds, "backend": "eager"}
-    wanted = sample(logits, positions=torch.full((5,), 9), **options)
-    assert same(sample(logits, positions=9, **options), wanted)
-    assert same(sample(logits, positions=torch.full((5,), 9, dtype=torch.int32), **options), wanted)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**64 - 1, np.int64(-1)])
-def test_a_number_seeds_a_single_row(seed):
-    logits = rows(1)
-    wanted = sample(logits, seeds=torch.tensor([-1]), positions=3, backend="eager")
-    assert same(sample(logits, seeds=seed, positions=3, backend="eager"), wanted)
+    wanted = sample(logits, seeds=seeds, positions=torch.full((5,), 9), backend="eager")
+    for positions in (9, torch.full((5,), 9, dtype=torch.int32)):
+        assert same(sample(logits, seeds=seeds, positions=positions, backend="eager"), wanted)
+    wanted = sample(logits[:1], seeds=torch.tensor([-1]), positions=3, backend="eager")
+    for seed in (-1, 2**64 - 1, np.int64(-1)):
+        assert same(sample(logits[:1], seeds=seed, positions=3, backend="eager"), wanted)
 
 
 def test_a_row_out_of_range_draws_nothing_and_the_others_their_tokens():
@@ -211,14 +208,10 @@ def test_every_rule_gives_the_outputs_of_a_sampler(rule, form, counts):
     assert wanted.num_accepted.sum() > N // 4
     if counts != COUNTS:
         assert same(verify(logits, drafts, **columns(PARAMS_HERE), **options), wanted)
-        narrow = {name: drawn_by[name].to(torch.int32) for name in ("positions",)} | {"seeds": drawn_by["seeds"]}
-        narrow["positions"] = drawn_by["positions"] % 2**31
-        wanted = verify(logits, drafts, **columns(PARAMS_HERE), **{**options, **narrow})
-        narrow["positions"] = narrow["positions"].to(torch.int32)
-        made = verify(
-            logits, drafts.to(torch.int32), num_drafts=given.int(), **columns(PARAMS_HERE), **options | narrow
-        )
-        assert same(made, wanted)
+        options["positions"] = drawn_by["positions"] % 2**31
+        wanted = verify(logits, drafts, **columns(PARAMS_HERE), **options)
+        options |= {"positions": options["positions"].int(), "num_drafts": given.int()}
+        assert same(verify(logits, drafts.int(), **columns(PARAMS_HERE), **options), wanted)
 
 
 @pytest.mark.parametrize("rule", tiers(["match"], ["match", "block"]))
@@ -257,6 +250,15 @@ def test_probabilities_give_the_outputs_of_a_sampler(rule, has_probs):
     assert same(verify_from_probs(target, drafts, num_drafts=torch.tensor(COUNTS), **options), wanted)
 
 
+def check_requests(made: VerifyOutputs, wanted: VerifyOutputs, wrong: dict[int, int]) -> None:
+    """Some requests emit nothing and have a status, or are padding with a status of -1; the others are as wanted."""
+    for n, status in wrong.items():
+        assert [made.token_ids[n].tolist(), made.status[n]] == [[-1] * (K + 1), status]
+        assert made.num_emitted[n] == made.num_accepted[n] == min(0, status)
+    right = [n for n in range(N) if n not in wrong]
+    assert same(*(VerifyOutputs(*(each[right] for each in tensors_of(out))) for out in (made, wanted)))
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_a_request_out_of_range_emits_nothing_and_the_others_their_tokens(rule):
     logits, drafts, _ = batch([K] * N)
@@ -267,14 +269,7 @@ def test_a_request_out_of_range_emits_nothing_and_the_others_their_tokens(rule):
     counts = torch.full((N,), K)
     counts[-1] = K + 1
     made = verify(logits, drafts, **filters, **drawn_by, num_drafts=counts, **options)
-    wrong, right = [0, 3, 5, N - 1], [n for n in range(N - 1) if n not in (0, 3, 5)]
-    assert (made.token_ids[wrong] == -1).all()
-    assert {name: set(getattr(made, name)[wrong].tolist()) for name in ("num_emitted", "num_accepted", "status")} == {
-        "num_emitted": {0},
-        "num_accepted": {0},
-        "status": {RowStatus.PARAMETER_OUT_OF_RANGE},
-    }
-    assert same(*(VerifyOutputs(*(each[right] for each in tensors_of(out))) for out in (made, wanted)))
+    check_requests(made, wanted, dict.fromkeys((0, 3, 5, N - 1), RowStatus.PARAMETER_OUT_OF_RANGE))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -285,11 +280,7 @@ def test_a_request_that_the_named_mode_does_not_cover_emits_nothing(rule):
     wanted = verify(logits, drafts, top_p=top_p, **options)
     top_p[2], top_p[4] = 0.9, 1.5
     made = verify(logits, drafts, top_p=top_p, **options)
-    wrong, right = [2, 4], [n for n in range(N) if n not in (2, 4)]
-    assert (made.token_ids[wrong] == -1).all()
-    assert made.num_emitted[wrong].tolist() == made.num_accepted[wrong].tolist() == [0, 0]
-    assert made.status[wrong].tolist() == [RowStatus.NOT_COVERED, RowStatus.PARAMETER_OUT_OF_RANGE]
-    assert same(*(VerifyOutputs(*(each[right] for each in tensors_of(out))) for out in (made, wanted)))
+    check_requests(made, wanted, {2: RowStatus.NOT_COVERED, 4: RowStatus.PARAMETER_OUT_OF_RANGE})
 
 
 def test_padding_has_no_rows_and_no_status():
@@ -300,9 +291,8 @@ def test_padding_has_no_rows_and_no_status():
     counts[2] = -1
     rows = torch.cat([logits[: 2 * (K + 1)], logits[3 * (K + 1) :]])
     made = verify(rows, drafts, **filters, **drawn_by, num_drafts=counts, backend="eager")
-    assert all((each[2] == -1).all() for each in tensors_of(made))
-    right = [n for n in range(N) if n != 2]
-    assert same(*(VerifyOutputs(*(each[right] for each in tensors_of(out))) for out in (made, wanted)))
+    check_requests(made, wanted, {2: -1})
+    assert made.num_matching[2] == -1
 
 
 def test_trees_are_those_of_a_sampler():
@@ -332,3 +322,117 @@ def test_trees_are_those_of_a_sampler():
         verify(logits, drafts, parents=parents, rule="rejection", **given)
     with pytest.raises(ValueError, match=r"parents must be \[4, 6\] like draft_token_ids, got \[4, 5\]"):
         verify(logits, drafts, parents=parents[:, 1:], **given)
+
+
+# What a caller passes wrongly raises before anything runs: the rule, the value and the way out.
+
+
+R, SIZE = 3, 10
+LOGITS, SEEDS = torch.zeros(R, SIZE), torch.arange(R)
+DRAFTS, TARGET = torch.zeros(R, 1, dtype=torch.int64), torch.zeros(2 * R, SIZE)
+OF_VERIFY = {"logits": TARGET, "draft_token_ids": DRAFTS, "seeds": SEEDS, "positions": 0, "backend": "eager"}
+
+ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"temperature": -1.0}, ValueError, r"temperature must be 0 or in .*, got -1.0; 0 is greedy"),
+    ({"temperature": True}, TypeError, r"temperature must be a number, got True"),
+    ({"temperature": [1.0] * R}, TypeError, r"temperature must be a number, got \[1.0"),
+    ({"temperature": torch.ones(R).half()}, TypeError, r"temperature must be torch.float32 or torch.float64"),
+    ({"temperature": torch.ones(R, 1)}, ValueError, r"temperature must be \[3\], one a row, got \[3, 1\]; a Python"),
+    ({"temperature": torch.ones(R, device="meta")}, ValueError, r"temperature must be on cpu, got meta"),
+    ({"top_k": -1}, ValueError, r"top_k must be >= 0, got -1"),
+    ({"top_k": 2.0}, TypeError, r"top_k must be an int, got 2.0"),
+    ({"top_k": torch.ones(R)}, TypeError, r"top_k must be torch.int64 or torch.int32, got torch.float32"),
+    ({"top_p": 0.0}, ValueError, r"top_p must be in \(0, 1\], got 0.0"),
+    ({"min_p": 1.5}, ValueError, r"min_p must be in \[0, 1\], got 1.5"),
+    ({"mode": "fast"}, ValueError, r"mode must be one of \('greedy', "),
+    ({"mode": 3}, TypeError, r"mode must be the name of a mode, got 3"),
+    ({"mode": "greedy"}, ValueError, r"mode 'greedy' must cover the parameters, but temperature 1.0 draws"),
+    ({"vocab_size": SIZE + 1}, ValueError, r"must be in \[1, 10\] for logits \[3, 10\], got 11; None takes all"),
+    ({"vocab_size": 2.0}, TypeError, r"vocab_size must be an int, got 2.0"),
+    ({"top_p_base": "row"}, ValueError, r"top_p_base must be one of \('top_k', 'all'\), got 'row'"),
+    ({"backend": "graph"}, ValueError, r"backend must be one of .*, got 'graph'; to replay a graph, capture"),
+    ({"logits": LOGITS.double()}, TypeError, r"logits must be torch.float32 or .*, got torch.float64"),
+    ({"logits": LOGITS[0]}, ValueError, r"logits must be \[R, >= V\], got \[10\]; unsqueeze"),
+    ({"logits": LOGITS.t()[:R]}, ValueError, r"logits must have column stride 1, got strides"),
+    ({"logits": LOGITS.tolist()}, TypeError, r"logits must be a torch.Tensor, got list"),
+]
+NOISE: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"seeds": 1}, ValueError, r"seeds must be a tensor \[3\], one a row, got the number 1; rows of one seed"),
+    ({"seeds": SEEDS.to(torch.int32)}, TypeError, r"seeds must be torch.int64, got torch.int32"),
+    ({"seeds": None}, TypeError, r"seeds must be an int, got None; pass an int64 tensor"),
+    ({"logits": LOGITS[:1], "seeds": 2**64}, ValueError, r"seeds must be in \[-2\*\*63, 2\*\*64\), got 18446744073"),
+    ({"positions": -1}, ValueError, r"positions must be in \[0, 2\*\*63\), got -1"),
+    ({"positions": 2**63}, ValueError, r"positions must be in \[0, 2\*\*63\), got 9223372036854775808"),
+    ({"positions": 1.0}, TypeError, r"positions must be an int, got 1.0"),
+    ({"positions": torch.zeros(2, dtype=torch.int64)}, ValueError, r"positions must be \[3\], one a row, got \[2\]"),
+]
+DRAFTED: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"draft_token_ids": DRAFTS[:, 0]}, ValueError, r"draft_token_ids must be \[N, K\], K at most 64, got \[3\]"),
+    ({"draft_token_ids": DRAFTS.expand(3, 65)}, ValueError, r"draft_token_ids must be \[N, K\], K at most 64"),
+    ({"draft_token_ids": DRAFTS.float()}, TypeError, r"draft_token_ids must be torch.int64 or torch.int32"),
+    ({"logits": TARGET[:5]}, ValueError, r"must be \[6, >= V\], 2 rows a request, got \[5, 10\]; num_drafts says"),
+    ({"num_drafts": [1, 1, 1]}, TypeError, r"num_drafts must be a torch.Tensor, got list"),
+    ({"num_drafts": SEEDS[:2]}, ValueError, r"num_drafts must be \[3\], one a row, got \[2\]"),
+    ({"num_drafts": SEEDS, "logits": TARGET[:0]}, ValueError, r"logits must have a row at least for 3 requests"),
+    ({"rule": "strict"}, ValueError, r"rule must be one of .*, got 'strict'; it is called 'match' here"),
+    ({"draft_probs": TARGET[:3]}, ValueError, r"rule 'match' never looks at .*, got draft_probs; leave it out"),
+    ({"rule": "block", "draft_probs": TARGET[:2]}, ValueError, r"draft_probs must be \[3, >= 10\], one row a draft,"),
+    ({"rule": "block", "draft_probs": torch.zeros(SIZE, 3).t()}, ValueError, r"draft_probs must have column stride 1"),
+    ({"rule": "block", **dict.fromkeys(("draft_probs", "draft_logits"), TARGET[:3])}, ValueError, "must not both be"),
+    ({"rule": "block", "draft_logits": TARGET[:3].double()}, TypeError, r"draft_logits must be torch.float32, got"),
+]
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), ARGUMENTS + NOISE)
+def test_a_wrong_argument_raises(changed, error, message):
+    calls = [(sample, {"logits": LOGITS, "seeds": SEEDS, "positions": 0, "backend": "eager"})]
+    if not {"seeds", "positions"} & {*changed}:
+        calls.append((probs, {"logits": LOGITS, "backend": "eager"}))
+        calls += [] if "logits" in changed else [(verify, OF_VERIFY)]
+    for function, given in calls:
+        rows = message.replace(r"logits \[3", rf"logits \[{len(given['logits'])}")
+        with pytest.raises(error, match=rows):
+            function(**{**given, **changed})
+
+
+@pytest.mark.parametrize(("changed", "error", "message"), DRAFTED)
+def test_wrong_drafts_raise(changed, error, message):
+    with pytest.raises(error, match=message):
+        verify(**{**OF_VERIFY, **changed})
+
+
+def test_wrong_probabilities_raise():
+    with pytest.raises(TypeError, match=r"target_probs must be torch.float32, got torch.bfloat16; convert"):
+        verify_from_probs(TARGET.bfloat16(), DRAFTS, seeds=SEEDS, positions=0, backend="eager")
+    with pytest.raises(ValueError, match=r"target_probs must be \[6, >= V\], 2 rows a request, got \[4, 10\]"):
+        verify_from_probs(TARGET[:4], DRAFTS, seeds=SEEDS, positions=0, backend="eager")
+
+
+FUNCTIONS = [getattr(functional, name) for name in functional.__all__ if name != "warmup"]  # that take rows
+OF_REQUEST = "a request of a Sampler has it: add_request(SamplingParams({}=...))"
+OF_CALL = "a call of a Sampler has it: sample or verify(plan, ..., {}=...)"
+ELSEWHERE = {
+    **dict.fromkeys(["repetition_penalty", "logit_bias", "stop_token_ids", "typical_p", "extra_args"], OF_REQUEST),
+    **dict.fromkeys(["token_bitmask", "edit_inputs", "logprobs", "consume_logits", "out"], OF_CALL),
+    **dict.fromkeys(["edits", "history_len", "draft_cache_len"], "a Sampler has it: Sampler({}=...)"),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
+def test_what_a_sampler_has_is_named_with_its_place(function: Callable[..., Any]) -> None:
+    for name, place in ELSEWHERE.items():
+        wanted = f"{function.__name__}() must get keywords of its own, got {name!r}; {place.format(name)}"
+        with pytest.raises(TypeError, match=re.escape(wanted)):
+            function(**{name: 1})
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
+def test_any_other_keyword_is_answered_with_those_that_there_are(function: Callable[..., Any]) -> None:
+    names = ", ".join(sorted(inspect.signature(function).parameters))
+    with pytest.raises(TypeError, match=re.escape(f"got 'top_q'; these are: {names}")):
+        function(torch.zeros(1, 5), top_q=0.5)
+
+
+def test_a_seed_is_told_from_seeds() -> None:
+    with pytest.raises(TypeError, match=re.escape("got 'seed'; seeds=... has one a row")):
+        functional.sample(torch.zeros(1, 5), seed=1, positions=0)  # type: ignore[call-arg]

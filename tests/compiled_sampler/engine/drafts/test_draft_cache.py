@@ -58,7 +58,10 @@ def verified(
     ("mode", "backend", "dtype"),
     tiers(
         [*((mode, "eager", torch.float32) for mode in MODES), ("min_p", "reference", torch.bfloat16)],
-        itertools.product(MODES, ("eager", "reference"), (torch.float32, torch.bfloat16)),
+        [
+            *itertools.product(MODES, ("eager", "reference"), (torch.float32, torch.bfloat16)),
+            *((mode, "compiled", torch.float32) for mode in ("min_p", "top_k_top_p[64]")),
+        ],
     ),
     ids=str,
 )
@@ -66,19 +69,11 @@ def test_cached_handles_have_the_bits_of_handles_that_hold_their_logits(mode, ba
     held, cached = sampler_of(mode, False, "eager", dtype), sampler_of(mode, True, backend, dtype)
     accepted = 0
     for rule in LAWFUL:
-        for seed, counts in enumerate(COUNTS if backend == "eager" else COUNTS[:1]):
+        for seed, counts in enumerate(COUNTS[:1] if backend == "reference" else COUNTS):
             wanted = verified(held, rule, counts, seed)
             assert same(verified(cached, rule, counts, seed), wanted)
             accepted += int(wanted.accepted.sum())
     assert accepted
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("mode", "rule"), [("min_p", "rejection"), ("top_k_top_p[64]", "block")])
-def test_compiled_steps_read_the_cache_too(mode, rule):
-    held, cached = sampler_of(mode, False), sampler_of(mode, True, "compiled")
-    for seed, counts in enumerate(COUNTS):
-        assert same(verified(cached, rule, counts, seed), verified(held, rule, counts, seed))
 
 
 def test_a_cached_handle_holds_no_logits():
@@ -149,13 +144,12 @@ def test_a_draft_that_gave_way_to_a_later_one_is_refused():
 def test_a_slot_of_another_request_is_refused_and_serves_that_one():
     samplers = [sampler_of("min_p", cached) for cached in (True, False)]
     drafts, target = rows_of([K, K], 0)
-    plan = samplers[0].plan([0, 1], num_drafts=[K, K])
-    old = drafted(samplers[0], plan, drafts)
     for sampler in samplers:
+        old = drafted(sampler, sampler.plan([0, 1], num_drafts=[K, K]), drafts)
         sampler.remove_request(1)
         assert sampler.add_request(SamplingParams(seed=9, top_k=7)) == 1
-    with pytest.raises(ValueError, match="requests that are gone"):
-        samplers[0].verify(samplers[0].plan([0, 1], num_drafts=[K, K]), target, old, torch.arange(2), "block")
+        with pytest.raises(ValueError, match="requests that are gone"):
+            sampler.verify(sampler.plan([0, 1], num_drafts=[K, K]), target, old, torch.arange(2), "block")
     assert same(*(verified(sampler, "block", [K, 1], 3, [1, 0]) for sampler in samplers))
 
 

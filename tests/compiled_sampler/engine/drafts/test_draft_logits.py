@@ -163,16 +163,10 @@ def test_drafts_of_16_bits_are_judged_as_their_values_in_float32(rule, dtype):
         results.append(sampler.verify(plan, logits, handles, positions, rule))
         results.append(sampler.verify(plan, logits, tokens, positions, rule, draft_logits=flat))
     assert all(same(result, results[0]) for result in results)
+    narrow, wide = (sampler.draft(plan, each[0], positions).token_ids for each in (drafted, drafted.float()))
+    assert torch.equal(narrow, wide)  # coupled
     others = flat.float() + 0.3 * torch.randn(flat.shape)
     assert not same(sampler.verify(plan, logits, tokens, positions, rule, draft_logits=others), results[0])
-
-
-@pytest.mark.parametrize("dtype", NARROW)
-def test_coupled_drafts_of_16_bits_are_those_of_their_values(dtype):
-    sampler = sampler_of("eager")
-    plan, positions, rows = sampler.plan(range(N)), torch.arange(N), (3.0 * torch.randn(N, V)).to(dtype)
-    narrow, wide = (sampler.draft(plan, each, positions) for each in (rows, rows.float()))
-    assert torch.equal(narrow.token_ids, wide.token_ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])

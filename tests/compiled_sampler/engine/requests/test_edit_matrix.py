@@ -76,16 +76,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Given(NamedTuple):
     """What a call reads besides the plan."""
 
-    logits: Tensor
-    """``[ROWS, V]``."""
-    proposed: Tensor
-    """``[PROPOSED, V]``, of the drafter."""
-    drafts: Tensor
-    """int64 ``[N, WIDTH]``."""
-    positions: Tensor
-    """int64 ``[N]``."""
-    of_edits: dict[str, Any]
-    """A mask and what edits of the user read, a row for each row of logits."""
+    logits: Tensor  # [ROWS, V]
+    proposed: Tensor  # [PROPOSED, V], of the drafter
+    drafts: Tensor  # int64 [N, WIDTH]
+    positions: Tensor  # int64 [N]
+    of_edits: dict[str, Any]  # a mask and what edits of the user read, a row for each row of logits
 
     def first(self, name: str) -> Any:
         """A tensor of ``of_edits`` for the first row of each request."""
@@ -271,15 +266,10 @@ def test_an_edit_acts_in_every_call_or_is_refused(edit, backend, dtype, base, mo
         assert any(told) is ((edit, call) not in UNCHANGED), call
 
 
-def test_every_edit_of_a_request_is_in_the_matrix():
-    tested = {name for given in EDITS.values() for name in SamplingParams(**given).edits}
-    assert {spec.name for spec in EDIT_SPECS if spec.parameters} <= tested
-
-
-def test_every_parameter_of_an_edit_is_in_the_matrix_with_another_value_than_its_default():
-    default = SamplingParams()
-    tested = {name for given in EDITS.values() for name, value in given.items() if value != getattr(default, name)}
-    assert set(PARAMETERS) <= tested
+def test_every_edit_and_every_parameter_of_one_with_another_value_than_its_default_is_in_the_matrix():
+    default, params = SamplingParams(), [SamplingParams(**given) for given in EDITS.values()]
+    assert {spec.name for spec in EDIT_SPECS if spec.parameters} <= {name for each in params for name in each.edits}
+    assert all(any(getattr(each, name) != getattr(default, name) for each in params) for name in PARAMETERS)
 
 
 def test_the_cells_differ():

@@ -143,12 +143,7 @@ def test_the_law_over_contexts_is_that_of_the_parameters():
 
 def test_what_draws_by_other_noise_is_refused():
     sampler, plan = planned(SamplingParams(seed=1, watermark_tokens=2), num_drafts=[1], history_len=8)
-    rows, drafts, where = torch.zeros(2, V), torch.tensor([[1]]), torch.tensor([1])
     with pytest.raises(ValueError, match="watermark_tokens must be verified by"):
-        sampler.verify(plan, rows, drafts, where, "rejection")
-    with pytest.raises(ValueError, match="watermark_tokens must be verified by"):
-        sampler.verify_from_probs(plan, rows.softmax(-1), drafts, where)
-    with pytest.raises(ValueError, match="watermark_tokens must be in"):
-        SamplingParams(watermark_tokens=9)
+        sampler.verify_from_probs(plan, torch.zeros(2, V).softmax(-1), torch.tensor([[1]]), torch.tensor([1]))
     with pytest.raises(ValueError, match="history_len must be > 0 for watermark"):
         Sampler(V, 1, backend="eager").add_request(SamplingParams(seed=1, watermark_tokens=1))
