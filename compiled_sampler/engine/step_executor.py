@@ -26,7 +26,7 @@ from compiled_sampler.batch import (
 )
 from compiled_sampler.core.reference import probabilities, sample
 from compiled_sampler.core.rows import idle_status, row_slots_of
-from compiled_sampler.core.stage import Run, fuses, steady_rows
+from compiled_sampler.core.stage import Run
 from compiled_sampler.edits.recording import cut_at_stop, record_drafts, record_draws, record_ends, with_finished
 from compiled_sampler.engine.boundary.arguments import check_not_capturing
 from compiled_sampler.engine.drafts import DraftCache
@@ -129,7 +129,7 @@ class StepExecutor:
         rows = rows.detach()
         if self._shard is not None and not self._takes_columns(step):
             rows = self._shard.whole_rows(rows, step.mode.vocab_size, self._run)
-        return steady_rows(self._run, rows)
+        return self._run.steady_rows(rows)
 
     def _takes_columns(self, step: Step) -> bool:
         """Whether a step draws from the columns of a shard; others take whole rows."""
@@ -148,7 +148,7 @@ class StepExecutor:
         else:
             drawn = sample_step(step.mode, inputs, self._run, self._draw_of(step))
         if step.records:
-            is_fused = fuses(self._run) and is_gpu(drawn.token_ids.device)
+            is_fused = self._run.fuses and is_gpu(drawn.token_ids.device)
             # elsewhere each place would be written to memory
             places = self._edits.history.table.entries.shape[2] if is_fused else 0
             rows = inputs.slots, inputs.positions, drawn.token_ids, drawn.status

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, ProbabilityOutputs, SampleInputs
 from compiled_sampler.core.rows import RowSlots, row_slots_of
-from compiled_sampler.core.stage import Run, call, fuses
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.tables import EditInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.law import (
@@ -42,7 +42,7 @@ def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> Proba
         law = law_of(logits, row_slots)
         return run(probabilities, logits, law, row_slots, vocab_size=mode.vocab_size)
 
-    if is_edited or not fuses(run):
+    if is_edited or not run.fuses:
         return in_chunks(schedule, run, probabilities_of_chunk, inputs.logits, row_slots, inputs.edits)
     law = in_chunks(schedule, run, law_of, inputs.logits, row_slots)  # as large as a result are the results alone
     return run(probabilities, inputs.logits, law, row_slots, vocab_size=mode.vocab_size)

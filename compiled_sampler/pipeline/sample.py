@@ -24,7 +24,7 @@ from torch import Tensor
 from compiled_sampler.batch import SampleInputs, SampleOutputs
 from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, row_slots_of
-from compiled_sampler.core.stage import Run, any_row, call
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.edits.recording import with_finished
 from compiled_sampler.edits.tables import EditInputs, NoiseInputs
@@ -238,12 +238,12 @@ def _draw_and_recheck(schedule: Schedule, logits: Tensor, search_inputs: SearchI
     ordered, _, rows, row_max, known, _ = search_inputs
     vocab = {"vocab_size": schedule.mode.vocab_size}
     drawn = _raced_and_drawn(schedule, logits, rows, row_max, run(last_without_search, known), run)
-    if not any_row(run, known.is_open):
+    if not run.any_row(known.is_open):
         return drawn
     before = run(last_before_winner, logits, drawn.token_ids, **vocab)
     parts = run(mass_before_winner, logits, before, row_max, rows.scale, **schedule.mass.blocks)
     known = run(recheck_winners, ordered, known, parts, rows, **vocab, base_is_row=schedule.mode.base_is_row)
-    if not any_row(run, known.is_open):
+    if not run.any_row(known.is_open):
         return drawn
     last = run(last_of, threshold_of(schedule, logits, search_inputs._replace(known=known), run), by_key=True)
     return _raced_and_drawn(schedule, logits, rows, row_max, last, run)

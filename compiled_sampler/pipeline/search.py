@@ -10,7 +10,7 @@ from torch import Tensor
 
 from compiled_sampler.core.order import Last, last_of
 from compiled_sampler.core.rows import RowParams, RowSlots
-from compiled_sampler.core.stage import Run, any_row, call, overlap
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.exact.row_race import race_and_weigh
 from compiled_sampler.exact.threshold import (
     FlaggedRows,
@@ -162,7 +162,7 @@ def find_candidates(
         return run(row_masses, run(block_masses, logits, row_max, scale, **schedule.mass.blocks))
 
     chains = (lambda: narrow(schedule, logits, blocks.keys, run), weighed)
-    tokens, row_mass = overlap(run, values_of(logits).device, *chains)
+    tokens, row_mass = run.overlap(values_of(logits).device, *chains)
     return Candidates(tokens, blocks.nan_bits, row_mass)
 
 
@@ -193,7 +193,7 @@ def candidates_and_thresholds(
         return flagged, run(row_masses, masses), raced
 
     chains = (lambda: ordered_candidates(schedule, logits, blocks.keys, run), beside)
-    ordered, (flagged, row_mass, raced) = overlap(run, values_of(logits).device, *chains)
+    ordered, (flagged, row_mass, raced) = run.overlap(values_of(logits).device, *chains)
     rows, row_max, _ = flagged
     known = run(threshold_from_candidates, ordered, rows, row_mass, **vocab, base_is_row=mode.base_is_row)
     return SearchInputs(ordered, blocks.nan_bits, rows, row_max, known, raced)
@@ -205,7 +205,7 @@ def threshold_of(schedule: Schedule, logits: Tensor, search_inputs: SearchInputs
     base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
     if schedule.by_triton:
         return run(search_threshold, logits, known, search_inputs.row_max, search_inputs.rows, **base)
-    if not any_row(run, known.is_open):
+    if not run.any_row(known.is_open):
         return known.packed
 
     def searched_chunk(logits: Tensor, known: Threshold, rows: RowParams) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.rows import RowSlots
-from compiled_sampler.core.stage import Run, call, overlap
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.recording import cut_at_stop
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import Mode
@@ -204,7 +204,7 @@ def _laws(
     )
     if inputs.rows is not None:
         return chains[0](), chains[1]()
-    return overlap(run, inputs.logits.device, *chains)
+    return run.overlap(inputs.logits.device, *chains)
 
 
 def _has_law_by_draft(mode: Mode) -> bool:

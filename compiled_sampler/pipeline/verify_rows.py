@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import AnyTable, DraftTable, PickedRows, RequestRows, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.rows import RowSlots, take
-from compiled_sampler.core.stage import Run, fuses
+from compiled_sampler.core.stage import Run
 from compiled_sampler.edits.tables import EditInputs, NoiseInputs
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import PROCESSED, Mode, edits_drafts, proposing
@@ -95,7 +95,7 @@ def in_request_chunks(
 def padded_to_two(inputs: VerifyInputs, run: Run, verify: Callable[[VerifyInputs], VerifyOutputs]) -> VerifyOutputs:
     """The results of a verification, of compiled stages for two requests and two rows at least."""
     # Stages for one would be a third of the kernels. So a single request gets one of padding, and a single row too.
-    if not fuses(run):
+    if not run.fuses:
         return verify(inputs)
     requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids, inputs.parents
     if is_single := inputs.slots.shape[0] == 1:

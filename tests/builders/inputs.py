@@ -79,7 +79,7 @@ def keeping(calls: Calls, run: Run = call) -> Run:
         calls[stage] = tensors, made
         return made
 
-    return watch
+    return Run(watch)
 
 
 def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:

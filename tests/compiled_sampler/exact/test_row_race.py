@@ -14,7 +14,7 @@ from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import is_visible, order_key, pack
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
-from compiled_sampler.core.stage import any_row, call
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.exact import threshold
 from compiled_sampler.exact.row_race import MassBefore, mass_before_winner, recheck_winners
 from compiled_sampler.exact.threshold import Threshold, base_is_row_mask, search_in_order
@@ -148,8 +148,9 @@ def test_a_race_before_the_search_draws_what_one_after_it_draws(vocab_size, name
             return live._replace(row_mass=row_mass(inputs.logits, rows))
         return call(stage, *tensors, **static)
 
-    searching_all.any_row = lambda flags: True  # type: ignore[attr-defined]
-    assert same(sample_step(mode, inputs, searching_all), found)
+    run = Run(searching_all)
+    run.any_row = lambda flags: True  # type: ignore[method-assign]
+    assert same(sample_step(mode, inputs, run), found)
 
 
 def row_mass(logits: Tensor, rows: RowParams) -> Tensor:
@@ -191,7 +192,7 @@ def entries_of(params: SamplingParams) -> RowSlots:
 def test_a_chain_is_run_for_a_flag_and_compiled_whatever_the_flags():
     none, one = torch.zeros(3, dtype=torch.bool), torch.tensor([False, True, False])
     for run in (call, CompiledStages()):
-        assert not any_row(run, none)
-        assert any_row(run, one)
+        assert not run.any_row(none)
+        assert run.any_row(one)
     with run.precompiling(torch.device("cpu")):
-        assert any_row(run, none)
+        assert run.any_row(none)

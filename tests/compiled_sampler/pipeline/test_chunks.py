@@ -13,6 +13,7 @@ from torch import Tensor
 
 from compiled_sampler import EditRows, LogitEdit, Sampler
 from compiled_sampler.batch import SampleInputs, VerifyInputs, tensors_of
+from compiled_sampler.core.stage import Run
 from compiled_sampler.lowering.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import RULES, Mode, probabilities_mode, verifying
@@ -91,9 +92,8 @@ def chunked(step: Callable[[Any], Any], most: int = CHUNK, *, fuses: bool = Fals
         ran.append(stage)
         return without_kernels(stage, *tensors, **static)
 
-    watch.fuses = fuses  # type: ignore[attr-defined]
     with chunks_of(most):
-        return step(watch), len(ran)
+        return step(Run(watch, fuses=fuses)), len(ran)
 
 
 def assert_chunks_change_nothing(step: Callable[[Any], Any]) -> None:

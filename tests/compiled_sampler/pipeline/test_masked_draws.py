@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_sampler import RowStatus
 from compiled_sampler.batch import VerifyInputs
 from compiled_sampler.core.rows import row_slots_of
-from compiled_sampler.core.stage import call
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.edits.names import RESTORE
 from compiled_sampler.edits.tables import EditInputs, EditTables
@@ -242,8 +242,8 @@ def test_compiled_stages_read_masks_as_eager_torch_does(name):
     def run(stage, /, *tensors, **static):
         return (without_kernels if is_hand_written(stage) else stages)(stage, *tensors, **static)
 
-    run.fuses = True
-    assert same(drawn(schedule_of(mode, with_masks), with_masks, run), sample_step(mode, left))
+    made = drawn(schedule_of(mode, with_masks), with_masks, Run(run, fuses=True))
+    assert same(made, sample_step(mode, left))
 
 
 def test_calls_with_other_masks_are_compiled_apart():

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from compiled_sampler.batch import SampleInputs, VerifyInputs
-from compiled_sampler.core.stage import call
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.engine.requests.slots import unfiltered_table
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
@@ -74,7 +74,7 @@ def run_with(mode: Mode, inputs: VerifyInputs, numbers: torch.Tensor | float) ->
 
     with without_noise(races) as patch:
         patch.setattr(verification, "accept_number", number)
-        outputs = pipeline.verify_step(mode, inputs, watch)
+        outputs = pipeline.verify_step(mode, inputs, Run(watch))
     return outputs, stages, races[0]
 
 
