@@ -26,7 +26,7 @@ from compiled_sampler.exact.triton import num_parts
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.passes.candidates import child_tokens
 from compiled_sampler.passes.law import unfiltered_weights
-from compiled_sampler.pipeline.schedule import Schedule, chunk_ends, eager_rows
+from compiled_sampler.pipeline.schedule import StepRun, chunk_ends, eager_rows
 
 Result = TypeVar("Result")
 Stage = Callable[..., Any]
@@ -35,10 +35,10 @@ _BY_SLOT = (SlotTable, RowEntries, DraftTable, EditTables, CustomTables, *TABLES
 """What has no rows; any other tensor is taken to have a row for each of the batch, cut into chunks and padded."""
 
 
-def in_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:
+def in_chunks(run: StepRun, step: Callable[..., Result], *rows: Any) -> Result:
     """``step(*rows)``, for no more rows at once than the schedule allows for a chain of stages."""
     # step: from rows [R, ...] to rows [R, ...], each a function of its own row alone.
-    return in_chunks_of(schedule.chunk_rows if run.fuses else schedule.eager_chunk_rows, step, *rows)
+    return in_chunks_of(run.schedule.chunk_rows if run.fuses else run.schedule.eager_chunk_rows, step, *rows)
 
 
 def in_chunks_as(stage: Stage, run: Run, step: Callable[..., Any], *tensors: Any) -> Any:

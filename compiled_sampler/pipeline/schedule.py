@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
+from compiled_sampler.core.stage import Other, Result, Run
 from compiled_sampler.exact.triton import ENTRY_BYTES, launch_class, list_stride, part_tiles
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.candidates import FAN_OUT, MOST_CHOSEN, STORED_BLOCK
@@ -206,6 +208,29 @@ class Schedule:
     def orders_candidates(self) -> bool:
         """Whether narrowing returns candidates in descending order; otherwise they are sorted where order counts."""
         return self.picks_by != "choose"
+
+
+class StepRun(Run):
+    """How a step runs its stages: as another run does, by a schedule."""
+
+    def __init__(self, run: Run, schedule: Schedule) -> None:
+        super().__init__(run, fuses=run.fuses)
+        self._run, self.schedule, self.mode = run, schedule, schedule.mode
+
+    @property
+    def lists(self) -> bool:
+        """As the other run."""
+        return self._run.lists
+
+    def any_row(self, flags: Tensor) -> bool:
+        """As the other run."""
+        return self._run.any_row(flags)
+
+    def overlap(
+        self, device: torch.device, first: Callable[[], Result], second: Callable[[], Other]
+    ) -> tuple[Result, Other]:
+        """As the other run."""
+        return self._run.overlap(device, first, second)
 
 
 def is_gpu(device: torch.device) -> bool:

@@ -12,6 +12,7 @@ from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import order_key, pack, row_logits
 from compiled_sampler.core.rows import RowParams, row_slots_of
+from compiled_sampler.core.stage import call
 from compiled_sampler.exact.threshold import (
     FlaggedRows,
     Threshold,
@@ -25,7 +26,7 @@ from compiled_sampler.modes import CAPACITIES
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.candidates import STORED_BLOCK
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import StepRun, schedule_for
 from compiled_sampler.pipeline.search import ordered_candidates
 from tests.builders.inputs import BASES, VOCAB_SIZES, full_mode, sample_inputs, slot_table
 from tests.oracles import oracle
@@ -62,8 +63,8 @@ def flagged_rows(inputs: SampleInputs, base: str = "top_k") -> tuple[FlaggedRows
     blocks = order_maxima(logits, **cut, block=STORED_BLOCK).keys
     flagged = flag_exceeding_rows(blocks, row_slots_of(inputs), **cut, capacity=CAPACITIES[-1], stream=TARGET)
     row_mass = row_masses(block_masses(logits, flagged.row_max, flagged.rows.scale, **cut, block=64))
-    schedule = schedule_for(full_mode(logits.shape[1], base), len(logits), logits.device)
-    ordered = ordered_candidates(schedule, logits, blocks)
+    run = StepRun(call, schedule_for(full_mode(logits.shape[1], base), len(logits), logits.device))
+    ordered = ordered_candidates(run, logits, blocks)
     return flagged, threshold_from_candidates(ordered, flagged.rows, row_mass, **cut, base_is_row=base == "all")
 
 

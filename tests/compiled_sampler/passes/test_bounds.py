@@ -14,6 +14,7 @@ from compiled_sampler.passes.bounds import race_bounds, race_leaders
 from compiled_sampler.pipeline import sample, schedule
 from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.sample import draw_tokens, sample_step
+from compiled_sampler.pipeline.schedule import StepRun
 from tests.builders.inputs import Calls, keeping, modes_by_name, sample_inputs
 from tests.builders.sampler import same
 from tests.cases.compared_batches import direct
@@ -51,7 +52,7 @@ def drawn(inputs, mode: str, block: int = 8):
     calls: Calls = {}
     bounded = schedule_by_bounds(modes_by_name(inputs.logits.shape[1])[mode], inputs.logits.shape[0], block)
     row_slots = row_slots_of(inputs)
-    made = draw_tokens(bounded, inputs.logits, row_slots, keeping(calls, without_kernels))
+    made = draw_tokens(StepRun(keeping(calls, without_kernels), bounded), inputs.logits, row_slots)
     return made, calls[race_leaders][1]
 
 
@@ -171,7 +172,7 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
     monkeypatch.setattr(bounds, "LEADERS", 5000 // 256 + 1)  # every block is looked at
     inputs = sample_inputs(torch.randn(40, 5000, generator=generator), [SamplingParams(seed=s) for s in range(40)])
     bounded = schedule_by_bounds(modes_by_name(5000)["no_filter"], 40, 256)
-    draw_tokens(bounded, inputs.logits, row_slots_of(inputs), keeping(calls, without_kernels))
+    draw_tokens(StepRun(keeping(calls, without_kernels), bounded), inputs.logits, row_slots_of(inputs))
     best = (calls[race_leaders][1].best >> 32).to(torch.int32)
     largest = calls[race_bounds][1].scores.amax(-1)
     assert (best <= largest).all()

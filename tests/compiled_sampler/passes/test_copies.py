@@ -11,7 +11,7 @@ from compiled_sampler.pipeline import edits as edits_module
 from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
-from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import StepRun, schedule_for
 from tests.builders.inputs import BASES, modes_by_name
 from tests.builders.masks import masked_inputs, stages_watched, with_bias
 from tests.builders.sampler import same
@@ -47,7 +47,7 @@ def test_a_masked_copy_that_tells_its_maxima_draws_the_same(name, vocab_size, dt
         assert not usual.copies_with_maxima  # in C++
         for schedule in told(usual, len(with_masks.logits)):
             seen = list[str]()
-            made = edit_and_draw(schedule, with_masks, stages_watched(seen))
+            made = edit_and_draw(StepRun(stages_watched(seen), schedule), with_masks)
             assert same(made, wanted)
             assert "masked_with_maxima" in seen
             assert not COPIES & {*seen}
@@ -62,7 +62,7 @@ def test_a_copy_that_lists_are_written_into_tells_no_maxima(name):
     wanted = sample_step(mode, inputs)
     for schedule in told(drawing_schedule(mode, inputs.logits, inputs.edits), len(inputs.logits)):
         seen = list[str]()
-        assert same(edit_and_draw(schedule, inputs, stages_watched(seen)), wanted)
+        assert same(edit_and_draw(StepRun(stages_watched(seen), schedule), inputs), wanted)
         assert "masked_with_maxima" not in seen
     assert not same(wanted, sample_step(mode, bare))
 

@@ -24,6 +24,7 @@ from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, logits_to_draw_from
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
+from compiled_sampler.pipeline.schedule import StepRun
 from compiled_sampler.pipeline.verify import verify_step
 from tests.builders.filters import same_bits
 from tests.builders.inputs import BASES, modes_by_name
@@ -66,7 +67,7 @@ def label(each):
 
 
 def drawn(schedule, inputs, run=without_kernels, logprobs=None):
-    return edit_and_draw(schedule, inputs._replace(logprobs=logprobs), run)
+    return edit_and_draw(StepRun(run, schedule), inputs._replace(logprobs=logprobs))
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype", "masks"), CASES)
@@ -163,12 +164,11 @@ def test_lists_that_may_write_into_the_logits_come_before_the_copy_with_masks():
     mode, seen = modes_by_name(128)["full"], list[str]()
     with for_a_gpu():
         schedule = drawing_schedule(mode, consumed.logits, consumed.edits, LogprobInputs(Logprobs(of="filtered")))
-    edited = logits_to_draw_from(
-        schedule, consumed.logits, row_slots_of(consumed), consumed.edits, stages_watched(seen), ExitStack()
-    )
+    run = StepRun(stages_watched(seen), schedule)
+    edited = logits_to_draw_from(run, consumed.logits, row_slots_of(consumed), consumed.edits, ExitStack())
     assert seen.index("write_biases") < seen.index("masked_with_maxima")
     assert isinstance(edited.logits, Tensor)
-    assert same_bits(edited.logits, edited_logits(schedule, kept.logits, row_slots_of(kept), kept.edits, call))
+    assert same_bits(edited.logits, edited_logits(StepRun(call, schedule), kept.logits, row_slots_of(kept), kept.edits))
     assert edited.maxima is not None
     assert not same_bits(consumed.logits, bare.logits)
     restored = with_bias(bare, RESTORE)

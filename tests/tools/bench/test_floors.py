@@ -14,6 +14,7 @@ from compiled_sampler.lowering.tuning import TUNING, tuning_of
 from compiled_sampler.modes import verifying
 from compiled_sampler.passes.candidates import choose
 from compiled_sampler.pipeline.sample import draw_tokens
+from compiled_sampler.pipeline.schedule import StepRun
 from tests.builders.inputs import modes_by_name, slot_table
 from tests.for_a_gpu import schedule_by_bounds
 from tools.bench.batches import eager, sampling_batch, verification_batch
@@ -57,7 +58,7 @@ def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_seco
     batch = sampling_batch("peaked", 2, 100, device, torch.float32)
     schedule = schedule_by_bounds(mode, 2, 256)
     row_slots = RowSlots(slot_table([case.params], 100), torch.zeros_like(batch.positions), batch.positions)
-    chain = chain_of(lambda run: draw_tokens(schedule, batch.logits, row_slots, run))
+    chain = chain_of(lambda run: draw_tokens(StepRun(run, schedule), batch.logits, row_slots))
     assert chain == Chain(5, SMALL["race_leaders", 256], ("bound and order",))
 
 
