@@ -144,8 +144,9 @@ def _edited(
     if edits is None:
         assert isinstance(logits, Tensor)  # rows are picked for edits alone, the first of which copies them
         return Edited(logits, None)
-    filters, maxima = edits.tables.filters, None
-    wanted = _maxima_wanted(run.schedule) if with_maxima and filters is None else None
+    filters, maxima, wanted = edits.tables.filters, None, None
+    if with_maxima and filters is None:
+        wanted = {**run.schedule.copied.reduction, "names": run.schedule.by_triton and not run.mode.draws}
     is_listed, is_copied_later = has_lists(edits.tables), _is_copied_later(logits, edits)
     if is_listed and isinstance(logits, Tensor) and _may_write(logits, edits):
         logits = _listed_in_place(run, logits, row_slots, edits, undo)
@@ -171,11 +172,6 @@ def _listed_in_place(
     x = logits[:, : run.mode.vocab_size]
     write_lists(x, row_slots, edits.tables, run, undo if restores else None)
     return x
-
-
-def _maxima_wanted(schedule: Schedule) -> dict[str, Any]:
-    """The static arguments of a pass that tells the block maxima of its copy."""
-    return {**schedule.copied.reduction, "names": schedule.by_triton and not schedule.mode.draws}
 
 
 def _copied(

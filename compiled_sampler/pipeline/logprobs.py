@@ -97,7 +97,10 @@ def logprobs_of_chunk(
         assert kept is not None
         law = kept
     else:
-        law = _unfiltered(run, x, row_slots, wanted, processed_scale)
+        # all visible tokens, at temperature 1 or at that of the request
+        scale = run(law_scale, row_slots, processed_scale) if wanted.of == "processed" else None
+        sums = {"vocab_size": run.mode.vocab_size, "moment": wanted.entropy, "by_bits": run.schedule.order.by_bits}
+        law = run(sum_block_laws, run(law_in_blocks, x, scale, **sums), scale)
     before = run(tokens_before, x, token_ids, **run.schedule.order.blocks) if wanted.rank else None
     static = {name: getattr(wanted, name) for name in ("entropy", "num_kept", "boundary")}
     inputs = Asked(token_ids, given_ids, before)
@@ -122,15 +125,6 @@ def sums_kept(mode: Mode, wanted: Logprobs) -> bool:
     # The boundary alone needs no pass without min_p: it is a constant, or the first token of a greedy row.
     is_summed = mode.filters_min_p or wanted.of == "filtered" or wanted.num_kept
     return mode.draws and is_summed and wanted.reads_filters and not (mode.searches or mode.capacity)
-
-
-def _unfiltered(
-    run: StepRun, logits: AnyLogits, row_slots: RowSlots, wanted: Logprobs, processed_scale: Tensor | None
-) -> Kept:
-    """All visible tokens of each row ``[R]``, at temperature 1 or at that of the request."""
-    scale = run(law_scale, row_slots, processed_scale) if wanted.of == "processed" else None
-    static = {"vocab_size": run.mode.vocab_size, "moment": wanted.entropy, "by_bits": run.schedule.order.by_bits}
-    return run(sum_block_laws, run(law_in_blocks, logits, scale, **static), scale)
 
 
 def _filtered(

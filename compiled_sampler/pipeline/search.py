@@ -84,15 +84,10 @@ def _level(run: StepRun, stage: Any, /, *tensors: AnyLogits, **static: int) -> T
     # kernels elsewhere.
     capacity = run.mode.capacity
     fused = _FUSED.get(stage) if run.schedule.fuses_levels else None
-    if fused is not None and _num_parts(**static) <= FAN_OUT:
+    if fused is not None and static.get("size", static["ratio"]) <= FAN_OUT:  # in the first level a ratio alone
         return run(fused, *tensors, **static, count=capacity)
     packed = run(stage, *tensors, **static)
     return _largest(run, packed, min(capacity, packed.shape[1]))
-
-
-def _num_parts(*, ratio: int, size: int | None = None, **_: int) -> int:
-    """How many stored blocks or tokens the best of a block is reduced from; in the first level, ``ratio``."""
-    return ratio if size is None else size
 
 
 def _largest(run: StepRun, packed: Tensor, count: int) -> Tensor:
@@ -176,7 +171,11 @@ def candidates_and_thresholds(
 
     def beside() -> tuple[FlaggedRows, Tensor, Tensor | None]:
         flagged = run(flag_exceeding_rows, blocks.keys, row_slots, **vocab, capacity=mode.capacity, stream=stream)
-        masses, raced = _weighed(run, logits, flagged, races=races)
+        if races:
+            masses, raced = run(race_and_weigh, logits, flagged, **run.schedule.mass.blocks)
+        else:
+            units = flagged.row_max, flagged.rows.scale
+            masses, raced = run(block_masses, logits, *units, **run.schedule.mass.blocks), None
         return flagged, run(row_masses, masses), raced
 
     chains = (lambda: ordered_candidates(run, logits, blocks.keys), beside)
@@ -209,13 +208,6 @@ def searched_cut(run: StepRun, logits: Tensor, row_slots: RowSlots) -> tuple[Cut
     if not run.schedule.by_triton:
         threshold = run(last_of, threshold, by_key=True)
     return cut_at_threshold(threshold, search_inputs.row_max, search_inputs.rows), search_inputs
-
-
-def _weighed(run: StepRun, logits: AnyLogits, flagged: FlaggedRows, *, races: bool) -> tuple[Tensor, Tensor | None]:
-    """Parts of each row's mass, int64 ``[R, n]``; with ``races`` also the winners of rows that certainly race."""
-    if races:
-        return run(race_and_weigh, logits, flagged, **run.schedule.mass.blocks)
-    return run(block_masses, logits, flagged.row_max, flagged.rows.scale, **run.schedule.mass.blocks), None
 
 
 def _stored_maxima(run: StepRun, logits: AnyLogits) -> BlockMaxima:

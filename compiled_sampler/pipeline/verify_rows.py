@@ -120,13 +120,10 @@ def _two_rows(values: Tensor) -> Tensor:
 def _ends(mode: Mode, inputs: VerifyInputs) -> list[int]:
     """Where chunks of requests end; one of all requests where no edit copies rows."""
     (requests, width), edits = inputs.draft_token_ids.shape, inputs.edits
-    if edits is None or not (makes_copy(inputs.logits, edits) or _copies_drafts(mode, inputs)):
+    copies_drafts = edits_drafts(mode) and proposed(mode, inputs) is not None
+    if edits is None or not (copies_drafts or makes_copy(inputs.logits, edits)):
         return [requests]
     return request_ends(mode, requests, inputs.logits.shape[0], width + 1)
-
-
-def _copies_drafts(mode: Mode, inputs: VerifyInputs) -> bool:
-    return edits_drafts(mode) and proposed(mode, inputs) is not None
 
 
 def _of_rows(mode: Mode, inputs: VerifyInputs, rows: RequestRows, run: Run) -> VerifyInputs:
