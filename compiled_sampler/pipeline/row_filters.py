@@ -13,31 +13,10 @@ from torch import Tensor
 from compiled_sampler.core.rows import RowSlots, with_scale
 from compiled_sampler.edits.row_filters import MinK, PLess, TopNSigma, TypicalP, Xtc
 from compiled_sampler.edits.tables import RowFilters
+from compiled_sampler.passes import row_filters
 from compiled_sampler.passes.candidates import select
 from compiled_sampler.passes.maxima import mass_units
-from compiled_sampler.passes.row_filters import (
-    NUM_DIGITS,
-    MassUnits,
-    above_cliff,
-    cliff_logit,
-    descending,
-    digit_masses,
-    distance_sums,
-    distance_units,
-    drop_keys,
-    last_top_choices,
-    logit_ends,
-    longest_kept,
-    mass_sums,
-    p_less_cut,
-    top_choice_mass,
-    typical_search,
-    with_digit,
-    within_distance,
-    within_typical,
-    without_first,
-    without_light,
-)
+from compiled_sampler.passes.row_filters import NUM_DIGITS, MassUnits
 from compiled_sampler.pipeline.chunks import in_chunks, in_chunks_of
 from compiled_sampler.pipeline.schedule import StepRun
 from compiled_sampler.pipeline.search import block_maxima
@@ -56,10 +35,10 @@ def filtered_logits(run: StepRun, logits: Tensor, row_slots: RowSlots, filters: 
 
 def _top_n_sigma(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, top_n_sigma: TopNSigma) -> Tensor:
     """The logits after top-n-sigma."""
-    units = run(distance_units, *run(logit_ends, logits, **run.schedule.order.blocks))
-    sums = run(distance_sums, logits, *units, **run.schedule.mass.blocks)
-    longest = run(longest_kept, sums, *units, row_slots.slots, top_n_sigma)
-    return run(within_distance, logits, units[0], longest, vocab_size=run.mode.vocab_size)
+    units = run(row_filters.distance_units, *run(row_filters.logit_ends, logits, **run.schedule.order.blocks))
+    sums = run(row_filters.distance_sums, logits, *units, **run.schedule.mass.blocks)
+    longest = run(row_filters.longest_kept, sums, *units, row_slots.slots, top_n_sigma)
+    return run(row_filters.within_distance, logits, units[0], longest, vocab_size=run.mode.vocab_size)
 
 
 def _min_k(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, min_k: MinK) -> Tensor:
@@ -67,42 +46,43 @@ def _min_k(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, min
     vocab_size = run.mode.vocab_size
 
     def chunk_cliffs(logits: Tensor, slots: Tensor) -> Tensor:
-        keys = run(drop_keys, logits, vocab_size=vocab_size)
+        keys = run(row_filters.drop_keys, logits, vocab_size=vocab_size)
         # On the CPU numpy sorts five times as fast as torch.
-        ordered = run(descending, keys) if run.schedule.by_triton else run(select, keys, count=vocab_size)
-        return run(cliff_logit, ordered, slots, min_k)
+        ordered = run(row_filters.descending, keys) if run.schedule.by_triton else run(select, keys, count=vocab_size)
+        return run(row_filters.cliff_logit, ordered, slots, min_k)
 
     # A sort holds keys and places of all tokens twice, also where stages are compiled.
     least = in_chunks_of(run.schedule.eager_chunk_rows, chunk_cliffs, logits, row_slots.slots)
-    return run(above_cliff, logits, least, vocab_size=vocab_size)
+    return run(row_filters.above_cliff, logits, least, vocab_size=vocab_size)
 
 
 def _p_less(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, p_less: PLess) -> Tensor:
     """The logits after p-less."""
     units = _units(run, logits, row_slots, scale)
-    sums = run(mass_sums, logits, units, **run.schedule.mass.blocks, squares=True)
-    cut = run(p_less_cut, sums, units.row_max, row_slots.slots, p_less)
-    return run(without_light, logits, units, cut, vocab_size=run.mode.vocab_size)
+    sums = run(row_filters.mass_sums, logits, units, **run.schedule.mass.blocks, squares=True)
+    cut = run(row_filters.p_less_cut, sums, units.row_max, row_slots.slots, p_less)
+    return run(row_filters.without_light, logits, units, cut, vocab_size=run.mode.vocab_size)
 
 
 def _typical_p(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, typical_p: TypicalP) -> Tensor:
     """The logits after typical-p."""
     units = _units(run, logits, row_slots, scale)
-    sums = run(mass_sums, logits, units, **run.schedule.mass.blocks, moment=True)
+    sums = run(row_filters.mass_sums, logits, units, **run.schedule.mass.blocks, moment=True)
     vocab_size = run.mode.vocab_size
-    search = run(typical_search, sums, units, row_slots.slots, typical_p, vocab_size=vocab_size)
+    search = run(row_filters.typical_search, sums, units, row_slots.slots, typical_p, vocab_size=vocab_size)
     for _ in range(NUM_DIGITS):
-        search = run(with_digit, search, run(digit_masses, logits, search, vocab_size=vocab_size))
-    return run(within_typical, logits, search, vocab_size=vocab_size)
+        masses = run(row_filters.digit_masses, logits, search, vocab_size=vocab_size)
+        search = run(row_filters.with_digit, search, masses)
+    return run(row_filters.within_typical, logits, search, vocab_size=vocab_size)
 
 
 def _xtc(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, xtc: Xtc) -> Tensor:
     """The logits after the exclusion of top choices."""
     units = _units(run, logits, row_slots, scale)
-    sums = run(mass_sums, logits, units, **run.schedule.mass.blocks)
-    cut = run(top_choice_mass, sums, units.row_max, row_slots, xtc)
-    last = run(last_top_choices, logits, units, cut, **run.schedule.mass.blocks)
-    return run(without_first, logits, last, vocab_size=run.mode.vocab_size)
+    sums = run(row_filters.mass_sums, logits, units, **run.schedule.mass.blocks)
+    cut = run(row_filters.top_choice_mass, sums, units.row_max, row_slots, xtc)
+    last = run(row_filters.last_top_choices, logits, units, cut, **run.schedule.mass.blocks)
+    return run(row_filters.without_first, logits, last, vocab_size=run.mode.vocab_size)
 
 
 def _units(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor) -> MassUnits:

@@ -37,36 +37,12 @@ from compiled_sampler.exact.row_race import mass_before_winner
 from compiled_sampler.exact.threshold import block_masses, row_masses
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs
 from compiled_sampler.modes import CAPACITIES, Mode
+from compiled_sampler.passes import shards
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.logprobs import LAW_BLOCK, law_scale, top_logprobs
 from compiled_sampler.passes.maxima import mass_units
 from compiled_sampler.passes.race import draw_from_candidates
-from compiled_sampler.passes.shards import (
-    KEY_ROUNDS,
-    KeyRange,
-    before_last_key,
-    candidates_of_shard,
-    candidates_of_shards,
-    count_of_key,
-    draw_from_shards,
-    draw_from_told,
-    every_key,
-    first_of_shard,
-    largest_of_shard,
-    last_kept_key,
-    last_of_shard,
-    law_keys_of_shard,
-    law_sums_of_shard,
-    logprobs_of_shards,
-    part_of_keys,
-    raced_rows,
-    rows_of_shard,
-    top_p_goal,
-    weights_from_keys,
-    winners_of_blocks,
-    winners_of_leaders,
-    words_of_shard,
-)
+from compiled_sampler.passes.shards import KEY_ROUNDS, KeyRange
 from compiled_sampler.pipeline.chunks import in_chunks, part_of
 from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, has_lists, logits_to_draw_from
 from compiled_sampler.pipeline.logprobs import first_tokens
@@ -180,7 +156,7 @@ def _masks_of_shard(run: StepRun, row_slots: RowSlots, edits: EditInputs, shard:
         return None
     vocab_size = run.mode.vocab_size
     static = {"vocab_size": vocab_size, "start": shard.start, "width": shard.width(vocab_size)}
-    return EditInputs(EditTables(), run(words_of_shard, *masks, **static))
+    return EditInputs(EditTables(), run(shards.words_of_shard, *masks, **static))
 
 
 def _logprobs(
@@ -201,23 +177,24 @@ def _logprobs(
     scale = run(law_scale, row_slots, processed_scale) if wanted.of == "processed" else None
 
     def keys_of_chunk(logits: AnyLogits, ids: tuple[Tensor, ...]) -> Tensor:
-        return run(law_keys_of_shard, logits, ids, **static)
+        return run(shards.law_keys_of_shard, logits, ids, **static)
 
     def sums_of_chunk(*rows: Any) -> Tensor:
-        return run(law_sums_of_shard, *rows, **static, moment=wanted.entropy, rank=wanted.rank)
+        return run(shards.law_sums_of_shard, *rows, **static, moment=wanted.entropy, rank=wanted.rank)
 
     def first_of_chunk(logits: AnyLogits) -> Tensor:
         first = first_tokens(run, logits, None, count)
-        return run(candidates_of_shard, first, first, start=start, count=count)  # what it tells of NaNs is not read
+        # what it tells of NaNs is not read
+        return run(shards.candidates_of_shard, first, first, start=start, count=count)
 
     keys = shard.maximum(in_chunks(run, keys_of_chunk, logits, ids), run)
     sums = shard.total(in_chunks(run, sums_of_chunk, logits, keys, scale, token_ids), run)
     flags = {"num_blocks": num_blocks, "entropy": wanted.entropy, "rank": wanted.rank}
-    law, logprobs = run(logprobs_of_shards, (keys, sums, scale), row_slots, ids, **flags)
+    law, logprobs = run(shards.logprobs_of_shards, (keys, sums, scale), row_slots, ids, **flags)
     if not wanted.top:
         return logprobs
     told = shard.collected(in_chunks(run, first_of_chunk, logits), run).unbind()
-    ordered, *_ = run(candidates_of_shards, told, count=count)
+    ordered, *_ = run(shards.candidates_of_shards, told, count=count)
     top_ids, top = run(top_logprobs, row_slots, law, ordered, top=wanted.top)
     return logprobs._replace(top_token_ids=top_ids, top=top)
 
@@ -231,16 +208,16 @@ def _draw_from_winners(
     def winners_of_chunk(logits: AnyLogits, row_slots: RowSlots, largest: Tensor | None, last: Last | None) -> Tensor:
         if not mode.draws:
             blocks = block_maxima(run, logits)
-            return run(first_of_shard, logits, blocks, **run.schedule.order.blocks, **start)
+            return run(shards.first_of_shard, logits, blocks, **run.schedule.order.blocks, **start)
         if largest is None:
-            rows, row_max = run(rows_of_shard, row_slots, stream=stream, **start), None
+            rows, row_max = run(shards.rows_of_shard, row_slots, stream=stream, **start), None
             if run.schedule.races_by_bounds:
-                return run(winners_of_leaders, *race_by_bounds(run, logits, rows, finds_max=False), **start)
+                return run(shards.winners_of_leaders, *race_by_bounds(run, logits, rows, finds_max=False), **start)
         else:
-            rows, row_max, _ = run(raced_rows, largest, row_slots, stream=stream, **start)
+            rows, row_max, _ = run(shards.raced_rows, largest, row_slots, stream=stream, **start)
         blocks = race_blocks(run, logits, rows, row_max, last)
         race = logits, blocks, rows, row_max, last
-        return run(winners_of_blocks, *race, **run.schedule.race.blocks_by_bits, **start)
+        return run(shards.winners_of_blocks, *race, **run.schedule.race.blocks_by_bits, **start)
 
     largest = _largest(run, logits, shard) if mode.filters_min_p else None
     last = None
@@ -248,14 +225,14 @@ def _draw_from_winners(
         assert largest is not None
         last = _last_kept(mode, run, logits, row_slots, largest, shard)
     winners = in_chunks(run, winners_of_chunk, logits, row_slots, largest, last)
-    return run(draw_from_shards, shard.maximum(winners, run), row_slots)
+    return run(shards.draw_from_shards, shard.maximum(winners, run), row_slots)
 
 
 def _largest(run: StepRun, logits: AnyLogits, shard: VocabularyShard) -> Tensor:
     """The largest order key of each row over the columns of all ranks, int32 ``[R, 1]``."""
 
     def largest_of_chunk(logits: AnyLogits) -> Tensor:
-        return run(largest_of_shard, block_maxima(run, logits).keys)
+        return run(shards.largest_of_shard, block_maxima(run, logits).keys)
 
     return shard.maximum(in_chunks(run, largest_of_chunk, logits), run)
 
@@ -266,39 +243,39 @@ def _last_kept(
     """The last token ``[R]`` among the columns of this rank that top-k and top-p keep."""
     # Each round parts the range of keys in 16, and sums what is from each part on over all ranks. All rows take all
     # rounds, so that the host waits for nothing. Top-p comes after top-k, whose mass it may be a share of.
-    rows, row_max, scale = run(raced_rows, largest, row_slots, stream=row_slots.stream, start=shard.start)
+    rows, row_max, scale = run(shards.raced_rows, largest, row_slots, stream=row_slots.stream, start=shard.start)
     base = {"base_is_row": mode.base_is_row}
     order, mass = run.schedule.order.blocks, run.schedule.mass.blocks
-    every = run(every_key, rows.live)
+    every = run(shards.every_key, rows.live)
 
     def searched(goal: Tensor, *, by_mass: bool) -> KeyRange:
         static = {**(mass if by_mass else order), "by_mass": by_mass}
 
         def weights_of_chunk(logits: AnyLogits, keys: KeyRange, row_max: Tensor, scale: Tensor) -> Tensor:
-            return run(row_masses, run(weights_from_keys, logits, keys, row_max, scale, **static))
+            return run(row_masses, run(shards.weights_from_keys, logits, keys, row_max, scale, **static))
 
         keys = every
         for _ in range(KEY_ROUNDS):
             weights = shard.total(in_chunks(run, weights_of_chunk, logits, keys, row_max, scale), run)
-            keys = run(part_of_keys, keys, weights, goal)
+            keys = run(shards.part_of_keys, keys, weights, goal)
         return keys
 
     def masses_of_chunk(logits: AnyLogits, before: Last, row_max: Tensor, scale: Tensor) -> Tensor:
         return run(row_masses, run(mass_before_winner, logits, before, row_max, scale, **mass).masses)
 
     def counts_of_chunk(logits: AnyLogits, key: Tensor) -> Tensor:
-        return run(count_of_key, logits, key, **order)
+        return run(shards.count_of_key, logits, key, **order)
 
     top_k_keys, top_p_keys, goal = searched(rows.top_k, by_mass=False), None, None
     if mode.capacity:  # in mode "top_k" no row has top-p
-        reached = run(before_last_key, top_k_keys, **base)
+        reached = run(shards.before_last_key, top_k_keys, **base)
         masses = shard.total(in_chunks(run, masses_of_chunk, logits, reached, row_max, scale), run)
-        goal = run(top_p_goal, masses, top_k_keys, rows, row_max, **base)
+        goal = run(shards.top_p_goal, masses, top_k_keys, rows, row_max, **base)
         top_p_keys = searched(goal, by_mass=True)
-    key, kept = run(last_kept_key, top_k_keys, top_p_keys, goal, rows, row_max)
+    key, kept = run(shards.last_kept_key, top_k_keys, top_p_keys, goal, rows, row_max)
     counts = in_chunks(run, counts_of_chunk, logits, key)
     before = shard.collected(run(row_masses, counts), run).unbind()[: shard.rank]
-    last: Last = run(last_of_shard, logits, counts, before, key, kept, **order)
+    last: Last = run(shards.last_of_shard, logits, counts, before, key, kept, **order)
     return last
 
 
@@ -311,7 +288,7 @@ def _draw_from_candidates(
     def candidates_of_chunk(logits: AnyLogits, row_slots: RowSlots) -> Tensor:
         found = find_candidates(run, logits, row_slots, in_order=False)
         static = {"start": shard.start, "count": mode.capacity}
-        return run(candidates_of_shard, found.tokens, found.nan_bits, **static)
+        return run(shards.candidates_of_shard, found.tokens, found.nan_bits, **static)
 
     def masses_of_chunk(logits: AnyLogits, row_slots: RowSlots, largest: Tensor) -> Tensor:
         row_max, scale = run(mass_units, largest, row_slots)
@@ -320,7 +297,7 @@ def _draw_from_candidates(
     told = shard.collected(in_chunks(run, candidates_of_chunk, logits, row_slots), run).unbind()
     if not mode.base_is_row:
         count = mode.vocab_size if mode.vocab_size <= mode.capacity else None
-        return run(draw_from_told, told, row_slots, count=count, stream=stream)
-    ordered, nan_bits, largest = run(candidates_of_shards, told, count=min(mode.capacity, mode.vocab_size))
+        return run(shards.draw_from_told, told, row_slots, count=count, stream=stream)
+    ordered, nan_bits, largest = run(shards.candidates_of_shards, told, count=min(mode.capacity, mode.vocab_size))
     row_mass = shard.total(in_chunks(run, masses_of_chunk, logits, row_slots, largest), run)
     return run(draw_from_candidates, ordered, nan_bits, row_slots, row_mass, stream=stream)
