@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, ProbabilityOutputs, SampleInputs
@@ -69,18 +71,12 @@ def summed(run: StepRun, law: AnyLaw) -> Law:
 
 def chunked_row_law(run: StepRun, logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
     """``row_law``, in chunks of rows where there are many."""
-
-    def law_of_chunk(logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
-        return row_law(run, logits, row_slots)
-
-    return in_chunks(run, law_of_chunk, logits, row_slots)
+    return in_chunks(run, partial(row_law, run), logits, row_slots)
 
 
 def probability_law(run: StepRun, values: Tensor, *, looks: bool) -> AnyLaw:
     """The law of rows of probabilities; ``looks`` as ``probability_blocks``."""
-    static = {**run.schedule.order.blocks_by_bits, "looks": looks}
-    law: LawBlocks = run(probability_blocks, values, **static)
-    return law
+    return run(probability_blocks, values, **run.schedule.order.blocks_by_bits, looks=looks)
 
 
 def unfiltered_law(

@@ -112,7 +112,7 @@ def _matched(
     if mode.from_probabilities:
         law = probability_law(run.rows, inputs.logits, looks=True)
         final = run(every_row_final, law, layout, inputs.table)
-        winners = _final_winners(run.rows, inputs.logits, values=None, final=final)
+        winners = run(final_winners, inputs.logits, None, final, **run.rows.schedule.final.blocks_by_bits)
         draws = run(draw_from_final_blocks, *winners, final)
     else:
         sampled = SampleInputs(inputs.logits, layout.slots, layout.positions, inputs.table)
@@ -137,7 +137,7 @@ def _judged(
         vocab = {"vocab_size": run.mode.vocab_size}
         outputs = run(emit_from_final_candidates, target.ordered, values, final, slots, drafts, **vocab)
     else:
-        winners = _final_winners(run, target.logits, values, final)
+        winners = run(final_winners, target.logits, values, final, **run.schedule.final.blocks_by_bits)
         outputs = run(emit_from_final_blocks, *winners, final, slots, drafts)
     outputs = outputs._replace(node_ids=node_ids)
     return outputs, emitted_logprobs(run.rows, target.logits, inputs, outputs)
@@ -223,11 +223,6 @@ def _judging_target(run: VerifyRun, inputs: VerifyInputs, rows: VerifyRows, undo
         return unfiltered_law(run.drafts, logits, blocks, judging, row_ids)
 
     return _Target(logits, in_chunks(run.drafts, law_of_chunk, layout.trials.row_ids, judging), None)
-
-
-def _final_winners(run: StepRun, logits: Tensor, values: Values, final: Final) -> tuple[Tensor, Tensor]:
-    winners: tuple[Tensor, Tensor] = run(final_winners, logits, values, final, **run.schedule.final.blocks_by_bits)
-    return winners
 
 
 def _residual_sums(
