@@ -104,9 +104,8 @@ def logprobs_of_chunk(
     before = run(tokens_before, x, token_ids, **run.schedule.order.blocks) if wanted.rank else None
     static = {name: getattr(wanted, name) for name in ("entropy", "num_kept", "boundary")}
     inputs = Asked(token_ids, given_ids, before)
-    logprobs: LogprobOutputs = run(
-        logprobs_from_kept, x, row_slots, law, kept, inputs, vocab_size=run.mode.vocab_size, **static
-    )
+    vocab = {"vocab_size": run.mode.vocab_size}
+    logprobs = run(logprobs_from_kept, x, row_slots, law, kept, inputs, **vocab, **static)
     if not wanted.top:
         return logprobs
     first = first_tokens(run, x, ordered if x is edited else None, wanted.top)

@@ -275,8 +275,7 @@ def _last_kept(
     key, kept = run(shards.last_kept_key, top_k_keys, top_p_keys, goal, rows, row_max)
     counts = in_chunks(run, counts_of_chunk, logits, key)
     before = shard.collected(run(row_masses, counts), run).unbind()[: shard.rank]
-    last: Last = run(shards.last_of_shard, logits, counts, before, key, kept, **order)
-    return last
+    return run(shards.last_of_shard, logits, counts, before, key, kept, **order)
 
 
 def _draw_from_candidates(
