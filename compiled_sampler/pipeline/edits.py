@@ -60,7 +60,7 @@ def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutp
 
     def edited_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None) -> Tensor:
         edited = edited_logits(run, logits, row_slots, edits)
-        return run(copied, edited, vocab_size=mode.vocab_size) if edited is logits else edited
+        return run(copied, edited, **run.vocab) if edited is logits else edited
 
     return EditedOutputs(in_chunks(run, edited_chunk, inputs.logits, row_slots, inputs.edits))
 
@@ -99,7 +99,7 @@ def with_one_mask(run: StepRun, logits: MaskedLogits) -> MaskedLogits:
     if logits.allowed is None:
         return logits
     masks = logits.token_bitmask, logits.slots, logits.allowed
-    return MaskedLogits(logits.logits, run(row_words, *masks, vocab_size=run.mode.vocab_size), logits.slots, None)
+    return MaskedLogits(logits.logits, run(row_words, *masks, **run.vocab), logits.slots, None)
 
 
 def makes_copy(logits: Tensor, edits: EditInputs) -> bool:
@@ -178,13 +178,12 @@ def _copied(
     run: StepRun, logits: Tensor | PickedRows, row_slots: RowSlots, edits: EditInputs, wanted: dict[str, Any] | None
 ) -> tuple[Tensor, BlockMaxima | None]:
     """The logits after the masks, float32 ``[R, V]`` in new memory, and the maxima that are wanted, if masks act."""
-    vocab_size = run.mode.vocab_size
     if _is_masked(edits):
         masks = edits.token_bitmask, row_slots.slots, edits.tables.allowed
         if wanted is None:
-            return run(masked, logits, *masks, vocab_size=vocab_size), None
+            return run(masked, logits, *masks, **run.vocab), None
         return run(masked_with_maxima, logits, *masks, **wanted)
-    return run(copied, logits, vocab_size=vocab_size), None
+    return run(copied, logits, **run.vocab), None
 
 
 def _is_masked(edits: EditInputs) -> bool:
@@ -215,7 +214,7 @@ def _customized(
     masks = edits.token_bitmask, row_slots.slots, row_slots.positions, tables.allowed
     read = *masks, tables.custom, edits.given, tables.history
     if wanted is None:
-        return run(customized, logits, *read, edits=edits.custom, vocab_size=run.mode.vocab_size), None
+        return run(customized, logits, *read, edits=edits.custom, **run.vocab), None
     return run(customized_with_maxima, logits, *read, edits=edits.custom, **wanted)
 
 

@@ -40,12 +40,12 @@ def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> Proba
     def probabilities_of_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None) -> ProbabilityOutputs:
         logits = edited_logits(run, logits, row_slots, edits)
         law = law_of(logits, row_slots)
-        return run(probabilities, logits, law, row_slots, vocab_size=mode.vocab_size)
+        return run(probabilities, logits, law, row_slots, **run.vocab)
 
     if inputs.edits is not None or not run.fuses:
         return in_chunks(run, probabilities_of_chunk, inputs.logits, row_slots, inputs.edits)
     law = in_chunks(run, law_of, inputs.logits, row_slots)  # as large as a result are the results alone
-    return run(probabilities, inputs.logits, law, row_slots, vocab_size=mode.vocab_size)
+    return run(probabilities, inputs.logits, law, row_slots, **run.vocab)
 
 
 def row_law(run: StepRun, logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:

@@ -99,13 +99,12 @@ def logprobs_of_chunk(
     else:
         # all visible tokens, at temperature 1 or at that of the request
         scale = run(law_scale, row_slots, processed_scale) if wanted.of == "processed" else None
-        sums = {"vocab_size": run.mode.vocab_size, "moment": wanted.entropy, "by_bits": run.schedule.order.by_bits}
+        sums = {**run.vocab, "moment": wanted.entropy, "by_bits": run.schedule.order.by_bits}
         law = run(sum_block_laws, run(law_in_blocks, x, scale, **sums), scale)
     before = run(tokens_before, x, token_ids, **run.schedule.order.blocks) if wanted.rank else None
     static = {name: getattr(wanted, name) for name in ("entropy", "num_kept", "boundary")}
     inputs = Asked(token_ids, given_ids, before)
-    vocab = {"vocab_size": run.mode.vocab_size}
-    logprobs = run(logprobs_from_kept, x, row_slots, law, kept, inputs, **vocab, **static)
+    logprobs = run(logprobs_from_kept, x, row_slots, law, kept, inputs, **run.vocab, **static)
     if not wanted.top:
         return logprobs
     first = first_tokens(run, x, ordered if x is edited else None, wanted.top)

@@ -38,22 +38,23 @@ def _top_n_sigma(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tenso
     units = run(row_filters.distance_units, *run(row_filters.logit_ends, logits, **run.schedule.order.blocks))
     sums = run(row_filters.distance_sums, logits, *units, **run.schedule.mass.blocks)
     longest = run(row_filters.longest_kept, sums, *units, row_slots.slots, top_n_sigma)
-    return run(row_filters.within_distance, logits, units[0], longest, vocab_size=run.mode.vocab_size)
+    return run(row_filters.within_distance, logits, units[0], longest, **run.vocab)
 
 
 def _min_k(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, min_k: MinK) -> Tensor:
     """The logits after min-k."""
-    vocab_size = run.mode.vocab_size
 
     def chunk_cliffs(logits: Tensor, slots: Tensor) -> Tensor:
-        keys = run(row_filters.drop_keys, logits, vocab_size=vocab_size)
+        keys = run(row_filters.drop_keys, logits, **run.vocab)
         # On the CPU numpy sorts five times as fast as torch.
-        ordered = run(row_filters.descending, keys) if run.schedule.by_triton else run(select, keys, count=vocab_size)
+        ordered = (
+            run(row_filters.descending, keys) if run.schedule.by_triton else run(select, keys, count=keys.shape[1])
+        )
         return run(row_filters.cliff_logit, ordered, slots, min_k)
 
     # A sort holds keys and places of all tokens twice, also where stages are compiled.
     least = in_chunks_of(run.schedule.eager_chunk_rows, chunk_cliffs, logits, row_slots.slots)
-    return run(row_filters.above_cliff, logits, least, vocab_size=vocab_size)
+    return run(row_filters.above_cliff, logits, least, **run.vocab)
 
 
 def _p_less(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, p_less: PLess) -> Tensor:
@@ -61,19 +62,18 @@ def _p_less(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, p_
     units = _units(run, logits, row_slots, scale)
     sums = run(row_filters.mass_sums, logits, units, **run.schedule.mass.blocks, squares=True)
     cut = run(row_filters.p_less_cut, sums, units.row_max, row_slots.slots, p_less)
-    return run(row_filters.without_light, logits, units, cut, vocab_size=run.mode.vocab_size)
+    return run(row_filters.without_light, logits, units, cut, **run.vocab)
 
 
 def _typical_p(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, typical_p: TypicalP) -> Tensor:
     """The logits after typical-p."""
     units = _units(run, logits, row_slots, scale)
     sums = run(row_filters.mass_sums, logits, units, **run.schedule.mass.blocks, moment=True)
-    vocab_size = run.mode.vocab_size
-    search = run(row_filters.typical_search, sums, units, row_slots.slots, typical_p, vocab_size=vocab_size)
+    search = run(row_filters.typical_search, sums, units, row_slots.slots, typical_p, **run.vocab)
     for _ in range(NUM_DIGITS):
-        masses = run(row_filters.digit_masses, logits, search, vocab_size=vocab_size)
+        masses = run(row_filters.digit_masses, logits, search, **run.vocab)
         search = run(row_filters.with_digit, search, masses)
-    return run(row_filters.within_typical, logits, search, vocab_size=vocab_size)
+    return run(row_filters.within_typical, logits, search, **run.vocab)
 
 
 def _xtc(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, xtc: Xtc) -> Tensor:
@@ -82,7 +82,7 @@ def _xtc(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor, xtc: 
     sums = run(row_filters.mass_sums, logits, units, **run.schedule.mass.blocks)
     cut = run(row_filters.top_choice_mass, sums, units.row_max, row_slots, xtc)
     last = run(row_filters.last_top_choices, logits, units, cut, **run.schedule.mass.blocks)
-    return run(row_filters.without_first, logits, last, vocab_size=run.mode.vocab_size)
+    return run(row_filters.without_first, logits, last, **run.vocab)
 
 
 def _units(run: StepRun, logits: Tensor, row_slots: RowSlots, scale: Tensor) -> MassUnits:

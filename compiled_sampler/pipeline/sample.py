@@ -121,7 +121,7 @@ def best_step(mode: Mode, inputs: SampleInputs, count: int, run: Run = call) -> 
     run, row_slots = step_run(mode, inputs, run), row_slots_of(inputs)
     noise_slots = keyed_by(row_slots, inputs.noise, run)
     row_slots = row_slots._replace(offsets=None)  # a law has no noise
-    static = {"vocab_size": mode.vocab_size, "count": count, "stream": noise_slots.stream}
+    static = {**run.vocab, "count": count, "stream": noise_slots.stream}
 
     def best_of_chunk(
         logits: Tensor, row_slots: RowSlots, noise_slots: RowSlots, edits: EditInputs | None
@@ -199,7 +199,7 @@ def race_by_bounds(run: StepRun, logits: AnyLogits, rows: RowParams, *, finds_ma
     """The best scores of a race over whole rows by upper bounds, and the winners of rows that raced in full."""
     # For large batches on a GPU, where the instructions of scores limit the speed. Scores are computed only for the
     # blocks with the largest bounds; rows in which another block may hold the winner race over all their tokens.
-    mode, blocks = run.mode, run.schedule.race.blocks
+    blocks = run.schedule.race.blocks
     if isinstance(logits, MaskedLogits):
         logits = with_one_mask(run, logits)
         bounds = run(race_masked_bounds, logits, rows, **blocks, finds_max=finds_max)
@@ -207,7 +207,7 @@ def race_by_bounds(run: StepRun, logits: AnyLogits, rows: RowParams, *, finds_ma
         bounds = run(race_bounds, logits, rows, **blocks, finds_max=finds_max)
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
     best, _, needs_race, row_max = leaders
-    return leaders, run(race_rows, logits, needs_race, rows, row_max, best, vocab_size=mode.vocab_size)
+    return leaders, run(race_rows, logits, needs_race, rows, row_max, best, **run.vocab)
 
 
 def _draw_beyond_candidates(
@@ -223,12 +223,12 @@ def _draw_beyond_candidates(
         logits = with_one_mask(run, logits)
     if not mode.capacity:  # top_k: a search, and a race of rows that keep more than a list holds; no pass before them
         rows = run(gather_rows, row_slots, stream=row_slots.stream)
-        winners, nan_bits = run(race_top_k, logits, rows, vocab_size=mode.vocab_size)
+        winners, nan_bits = run(race_top_k, logits, rows, **run.vocab)
         return run(draw_from_winners, winners, nan_bits, rows.idle)
     # Rows whose filters end within the candidates race among these; the kernels of race_beyond_candidates skip them.
     search_inputs = candidates_and_thresholds(run, logits, row_slots, maxima=maxima, races=True)
     ordered, nan_bits, rows, row_max, known, raced = search_inputs
-    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
+    base = {**run.vocab, "base_is_row": mode.base_is_row}
     winners = run(race_beyond_candidates, logits, known, rows, row_max, raced, **base)
     return run(draw_from_candidates_and_winners, ordered, winners, nan_bits, rows, row_max, known)
 
@@ -238,13 +238,12 @@ def _draw_and_recheck(run: StepRun, logits: Tensor, search_inputs: SearchInputs)
     # In C++ a pass over a row costs much less than a search for its threshold. So every row races, the mass and the
     # number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
     ordered, _, rows, row_max, known, _ = search_inputs
-    vocab = {"vocab_size": run.mode.vocab_size}
     drawn = _raced_and_drawn(run, logits, rows, row_max, run(last_without_search, known))
     if not run.any_row(known.is_open):
         return drawn
-    before = run(last_before_winner, logits, drawn.token_ids, **vocab)
+    before = run(last_before_winner, logits, drawn.token_ids, **run.vocab)
     parts = run(mass_before_winner, logits, before, row_max, rows.scale, **run.schedule.mass.blocks)
-    known = run(recheck_winners, ordered, known, parts, rows, **vocab, base_is_row=run.mode.base_is_row)
+    known = run(recheck_winners, ordered, known, parts, rows, **run.vocab, base_is_row=run.mode.base_is_row)
     if not run.any_row(known.is_open):
         return drawn
     last = run(last_of, threshold_of(run, logits, search_inputs._replace(known=known)), by_key=True)
@@ -256,7 +255,7 @@ def _draw_and_find(
 ) -> tuple[SampleOutputs, FoundLaw]:
     """``draw_tokens`` of edited logits, and what it finds that logprobs, maybe of the raw ones, read too."""
     logits, maxima = edited
-    mode, vocab = run.mode, {"vocab_size": run.mode.vocab_size}
+    mode = run.mode
     reads_first = wanted.top > 0 and (wanted.of != "raw" or logits is raw)
     if mode.capacity and not mode.searches and (wanted.reads_filters or reads_first):
         candidates = find_candidates(run, logits, row_slots, maxima=maxima, in_order=False)
@@ -273,4 +272,4 @@ def _draw_and_find(
     drawn = draw_tokens(run, logits, row_slots, maxima)
     if mode.draws or not wanted.reads_filters:
         return drawn, NOTHING_FOUND
-    return drawn, FoundLaw(run(kept_of_token, logits, drawn.token_ids, row_slots, **vocab), None)
+    return drawn, FoundLaw(run(kept_of_token, logits, drawn.token_ids, row_slots, **run.vocab), None)

@@ -216,6 +216,8 @@ class StepRun(Run):
     def __init__(self, run: Run, schedule: Schedule) -> None:
         super().__init__(run, fuses=run.fuses)
         self._run, self.schedule, self.mode = run, schedule, schedule.mode
+        self.vocab = {"vocab_size": schedule.mode.vocab_size}
+        """The static argument of stages that read rows, but not in blocks."""
 
     @property
     def lists(self) -> bool:

@@ -162,15 +162,14 @@ def candidates_and_thresholds(
     # the first pass, so they may overlap.
     # With races, rows that certainly keep more tokens than the candidates race in the pass that computes masses.
     mode, stream = run.mode, row_slots.stream
-    vocab = {"vocab_size": mode.vocab_size}
     if not mode.capacity:
         keys, nan_bits, _ = block_maxima(run, logits)
-        rows, row_max, known = run(threshold_without_candidates, keys, row_slots, **vocab, stream=stream)
+        rows, row_max, known = run(threshold_without_candidates, keys, row_slots, **run.vocab, stream=stream)
         return SearchInputs(None, nan_bits, rows, row_max, known, None)
     blocks = _stored_maxima(run, logits) if maxima is None else maxima
 
     def beside() -> tuple[FlaggedRows, Tensor, Tensor | None]:
-        flagged = run(flag_exceeding_rows, blocks.keys, row_slots, **vocab, capacity=mode.capacity, stream=stream)
+        flagged = run(flag_exceeding_rows, blocks.keys, row_slots, **run.vocab, capacity=mode.capacity, stream=stream)
         if races:
             masses, raced = run(race_and_weigh, logits, flagged, **run.schedule.mass.blocks)
         else:
@@ -181,21 +180,21 @@ def candidates_and_thresholds(
     chains = (lambda: ordered_candidates(run, logits, blocks.keys), beside)
     ordered, (flagged, row_mass, raced) = run.overlap(values_of(logits).device, *chains)
     rows, row_max, _ = flagged
-    known = run(threshold_from_candidates, ordered, rows, row_mass, **vocab, base_is_row=mode.base_is_row)
+    known = run(threshold_from_candidates, ordered, rows, row_mass, **run.vocab, base_is_row=mode.base_is_row)
     return SearchInputs(ordered, blocks.nan_bits, rows, row_max, known, raced)
 
 
 def threshold_of(run: StepRun, logits: Tensor, search_inputs: SearchInputs) -> Tensor:
     """Packed key of the last token that top-k and top-p keep, int64 ``[R]``, searched where not known yet."""
     mode, known = run.mode, search_inputs.known
-    base = {"vocab_size": mode.vocab_size, "base_is_row": mode.base_is_row}
+    base = {**run.vocab, "base_is_row": mode.base_is_row}
     if run.schedule.by_triton:
         return run(search_threshold, logits, known, search_inputs.row_max, search_inputs.rows, **base)
     if not run.any_row(known.is_open):
         return known.packed
 
     def searched_chunk(logits: Tensor, known: Threshold, rows: RowParams) -> Tensor:
-        return run(search_in_order, run(order_keys, logits, vocab_size=mode.vocab_size), known, rows, **base)
+        return run(search_in_order, run(order_keys, logits, **run.vocab), known, rows, **base)
 
     # A key of 8 bytes for each token, several times, also where stages are compiled.
     return in_chunks_of(run.schedule.eager_chunk_rows, searched_chunk, logits, known, search_inputs.rows)

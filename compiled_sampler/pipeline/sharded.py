@@ -154,8 +154,7 @@ def _masks_of_shard(run: StepRun, row_slots: RowSlots, edits: EditInputs, shard:
     masks = edits.token_bitmask, row_slots.slots, edits.tables.allowed
     if masks[0] is None and masks[2] is None:
         return None
-    vocab_size = run.mode.vocab_size
-    static = {"vocab_size": vocab_size, "start": shard.start, "width": shard.width(vocab_size)}
+    static = {**run.vocab, "start": shard.start, "width": shard.width(run.mode.vocab_size)}
     return EditInputs(EditTables(), run(shards.words_of_shard, *masks, **static))
 
 
@@ -173,7 +172,7 @@ def _logprobs(
     wanted, given_ids, processed_scale = asked
     ids = (token_ids[:, None],) if given_ids is None else (token_ids[:, None], given_ids)
     num_blocks, count = -(-mode.vocab_size // LAW_BLOCK), min(wanted.top, mode.vocab_size)
-    static = {"vocab_size": run.mode.vocab_size, "start": start, "num_blocks": num_blocks}
+    static = {**run.vocab, "start": start, "num_blocks": num_blocks}
     scale = run(law_scale, row_slots, processed_scale) if wanted.of == "processed" else None
 
     def keys_of_chunk(logits: AnyLogits, ids: tuple[Tensor, ...]) -> Tensor:

@@ -119,9 +119,8 @@ def _matched(
         draws = draw(run.rows, sampled._replace(edits=edits, logprobs=inputs.logprobs, noise=noise))
     tokens = draws._replace(logprobs=None)
     if tree is not None:
-        static = {"vocab_size": mode.vocab_size}
-        return run(emit_path, tokens, layout, tree, slots, drafts, **static), draws.logprobs
-    return run(emit_matches, tokens, layout, slots, drafts, vocab_size=mode.vocab_size), draws.logprobs
+        return run(emit_path, tokens, layout, tree, slots, drafts, **run.vocab), draws.logprobs
+    return run(emit_matches, tokens, layout, slots, drafts, **run.vocab), draws.logprobs
 
 
 def _judged(
@@ -134,8 +133,7 @@ def _judged(
     else:
         final, node_ids, drafts = _final_of_trees(run, inputs, rows.layout, rows.tree, target, proposal)
     if target.ordered is not None:
-        vocab = {"vocab_size": run.mode.vocab_size}
-        outputs = run(emit_from_final_candidates, target.ordered, values, final, slots, drafts, **vocab)
+        outputs = run(emit_from_final_candidates, target.ordered, values, final, slots, drafts, **run.vocab)
     else:
         winners = run(final_winners, target.logits, values, final, **run.schedule.final.blocks_by_bits)
         outputs = run(emit_from_final_blocks, *winners, final, slots, drafts)
@@ -147,39 +145,37 @@ def _final_of_chains(
     run: VerifyRun, inputs: VerifyInputs, layout: Layout, target: _Target, proposal: Proposal
 ) -> Final:
     """The final row of each request, whose drafts are a chain."""
-    mode, drafts, values = run.mode, inputs.draft_token_ids, proposal.values
-    vocab, (logits, law, ordered) = {"vocab_size": mode.vocab_size}, target
+    mode, drafts, values, (logits, law, ordered) = run.mode, inputs.draft_token_ids, proposal.values, target
     requests = slots_of(inputs.table, inputs)
     by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
-    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **vocab, **rule, by_draft=by_draft)
+    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **run.vocab, **rule, by_draft=by_draft)
     carry = prefixes = None
     if judged.ratio is not None:  # the rule block, which tests whole prefixes by what they leave of the target's law
         carry = run(carried_ratio, judged.ratio, layout, drafts)
         sums = _residual_sums(run.rows, logits, ordered, values, judged, carry, layout)
         prefixes = run(judge_prefixes, sums, carry, judged.is_possible, layout, inputs.table)
-    return run(final_rows, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
+    return run(final_rows, judged, carry, prefixes, layout, requests, drafts, **run.vocab, by_draft=by_draft)
 
 
 def _final_of_trees(
     run: VerifyRun, inputs: VerifyInputs, layout: Layout, tree: Tree, target: _Target, proposal: Proposal
 ) -> tuple[Final, Tensor, Tensor]:
     """The final row of each request, by one test of each at a time from the root on; nodes and drafts of its path."""
-    mode, drafts, values = run.mode, inputs.draft_token_ids, proposal.values
-    vocab, (logits, law, ordered) = {"vocab_size": mode.vocab_size}, target
+    drafts, values, (logits, law, ordered) = inputs.draft_token_ids, proposal.values, target
     requests = slots_of(inputs.table, inputs)
     assert values is not None
     assert proposal.law is not None  # one-hot drafts are refused
     laws = summed(run, law), summed(run, proposal.law)
-    nodes, walk = run(judge_nodes, logits, *laws, values, layout, tree, requests, drafts, **vocab)
+    nodes, walk = run(judge_nodes, logits, *laws, values, layout, tree, requests, drafts, **run.vocab)
     for _ in range(drafts.shape[1]):
         rows = walk.row_ids, walk.proposals
         if ordered is not None:
-            sums = run(residual_of_walked_candidates, ordered, values, *laws, walk.debt, rows, **vocab)
+            sums = run(residual_of_walked_candidates, ordered, values, *laws, walk.debt, rows, **run.vocab)
         else:
             blocks = run.schedule.mass.blocks
             sums = run(residual_of_walked_blocks, logits, values, *laws, walk.debt, rows, **blocks)
         walk = run(walk_on, walk, sums, nodes, tree, layout)
-    return run(final_of_walk, walk, nodes, *laws, layout, tree, requests, drafts, **vocab)
+    return run(final_of_walk, walk, nodes, *laws, layout, tree, requests, drafts, **run.vocab)
 
 
 def _laws(run: VerifyRun, inputs: VerifyInputs, rows: VerifyRows, undo: ExitStack) -> tuple[_Target, Proposal]:
@@ -230,7 +226,6 @@ def _residual_sums(
 ) -> Tensor:
     """Parts of the residual sum of every row, int64 ``[R, n]``, in units of ``1 / UNIT``, for the rule ``block``."""
     if ordered is not None:
-        vocab_size = run.mode.vocab_size
-        return run(residual_of_candidates, ordered, values, judged, carry, layout, vocab_size=vocab_size)
+        return run(residual_of_candidates, ordered, values, judged, carry, layout, **run.vocab)
     rows = logits, judged.law, carry, layout.drafts, layout.proposals
     return run(residual_of_blocks, values, judged.proposed, *rows, **run.schedule.mass.blocks)

@@ -179,8 +179,7 @@ def rows_of(run: VerifyRun, inputs: VerifyInputs) -> VerifyRows:
     slots, positions, num_drafts, drafts = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids
     edits, noise = inputs.edits, inputs.noise
     mode, searched, tree = run.mode, run.schedule.searches_requests, None
-    vocab = {"vocab_size": mode.vocab_size}
-    layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **vocab, searched=searched)
+    layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **run.vocab, searched=searched)
     if inputs.parents is not None and drafts.shape[1]:
         by_node = inputs.parents, num_drafts
         tree = run(tree_of, run(first_ways, *by_node), *by_node)
@@ -191,7 +190,7 @@ def rows_of(run: VerifyRun, inputs: VerifyInputs) -> VerifyRows:
     count = num_trials(mode, inputs)
     layout = layout._replace(trials=Trials(*(field[:count] for field in layout.trials)))
     if tree is not None and (noise is not None or (edits is not None and edits.tables.history is not None)):
-        paths = run(row_paths, layout, tree, positions, drafts, **vocab)
+        paths = run(row_paths, layout, tree, positions, drafts, **run.vocab)
         edits = None if edits is None else edits._replace(paths=paths)
         noise = None if noise is None else noise._replace(paths=paths)
     return VerifyRows(layout, tree, edits, noise)
