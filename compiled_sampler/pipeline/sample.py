@@ -29,32 +29,14 @@ from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.edits.recording import with_finished
 from compiled_sampler.edits.tables import EditInputs, NoiseInputs
 from compiled_sampler.edits.watermark import noise_positions
-from compiled_sampler.exact.row_race import (
-    draw_from_candidates_and_winners,
-    draw_from_winners,
-    last_without_search,
-    mass_before_winner,
-    race_beyond_candidates,
-    race_rows,
-    race_top_k,
-    recheck_winners,
-)
+from compiled_sampler.exact import row_race
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.modes import Mode
+from compiled_sampler.passes import race
 from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.bounds import Leaders, draw_from_leaders, race_bounds, race_leaders, race_masked_bounds
 from compiled_sampler.passes.kept import cut_of_drawn, kept_of_token
 from compiled_sampler.passes.maxima import BlockMaxima, rows_of_blocks
-from compiled_sampler.passes.race import (
-    best_of_race,
-    draw_and_keep,
-    draw_from_blocks,
-    draw_from_candidates,
-    draw_from_unordered_candidates,
-    first_from_blocks,
-    last_before_winner,
-    race_maxima,
-)
 from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import (
     Edited,
@@ -128,7 +110,7 @@ def best_step(mode: Mode, inputs: SampleInputs, count: int, run: Run = call) -> 
     ) -> SampleOutputs:
         logits = edited_logits(run, logits, row_slots, edits)
         law = summed(run, row_law(run, logits, row_slots)[0])
-        return run(best_of_race, logits, law, noise_slots, **static)
+        return run(race.best_of_race, logits, law, noise_slots, **static)
 
     return in_chunks(run, best_of_chunk, inputs.logits, row_slots, noise_slots, inputs.edits)
 
@@ -147,14 +129,14 @@ def draw_tokens(
     mode = run.mode
     if not mode.draws:  # greedy: the largest logit, and of equal logits the lowest id
         if maxima is not None:
-            return run(first_from_blocks, logits, maxima, row_slots, **run.schedule.copied.blocks)
+            return run(race.first_from_blocks, logits, maxima, row_slots, **run.schedule.copied.blocks)
         blocks = block_maxima(run, logits)
-        return run(first_from_blocks, logits, blocks, row_slots, **run.schedule.order.blocks)
+        return run(race.first_from_blocks, logits, blocks, row_slots, **run.schedule.order.blocks)
     if mode.searches:
         return _draw_beyond_candidates(run, logits, row_slots, maxima)
     if mode.capacity:  # every filter ends within the candidates, for rows with top_k <= C
         candidates = find_candidates(run, logits, row_slots, maxima=maxima, in_order=False)
-        stage = draw_from_candidates if run.schedule.orders_candidates else draw_from_unordered_candidates
+        stage = race.draw_from_candidates if run.schedule.orders_candidates else race.draw_from_unordered_candidates
         among = candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass
         return run(stage, *among, stream=row_slots.stream)
     return _draw_from_rows(run, logits, row_slots)[0]
@@ -184,7 +166,7 @@ def _raced_and_drawn(
     """The winners of a race over whole rows, ``[R]``; with ``last``, only tokens up to it in the order race."""
     # The first stage reduces each block of a row to its best score, the second reduces the blocks to the winner.
     blocks = race_blocks(run, logits, rows, row_max, last)
-    return run(draw_from_blocks, logits, blocks, rows, row_max, last, **run.schedule.race.blocks_by_bits)
+    return run(race.draw_from_blocks, logits, blocks, rows, row_max, last, **run.schedule.race.blocks_by_bits)
 
 
 def race_blocks(
@@ -192,7 +174,7 @@ def race_blocks(
 ) -> BlockMaxima:
     """The best score of each block of a row; arguments as ``_raced_and_drawn``."""
     static = {**run.schedule.race.reduction, "names": run.schedule.by_triton}
-    return run(race_maxima, logits, rows, row_max, last, **static)
+    return run(race.race_maxima, logits, rows, row_max, last, **static)
 
 
 def race_by_bounds(run: StepRun, logits: AnyLogits, rows: RowParams, *, finds_max: bool) -> tuple[Leaders, Tensor]:
@@ -207,7 +189,7 @@ def race_by_bounds(run: StepRun, logits: AnyLogits, rows: RowParams, *, finds_ma
         bounds = run(race_bounds, logits, rows, **blocks, finds_max=finds_max)
     leaders = run(race_leaders, logits, bounds, rows, **blocks)
     best, _, needs_race, row_max = leaders
-    return leaders, run(race_rows, logits, needs_race, rows, row_max, best, **run.vocab)
+    return leaders, run(row_race.race_rows, logits, needs_race, rows, row_max, best, **run.vocab)
 
 
 def _draw_beyond_candidates(
@@ -223,14 +205,14 @@ def _draw_beyond_candidates(
         logits = with_one_mask(run, logits)
     if not mode.capacity:  # top_k: a search, and a race of rows that keep more than a list holds; no pass before them
         rows = run(gather_rows, row_slots, stream=row_slots.stream)
-        winners, nan_bits = run(race_top_k, logits, rows, **run.vocab)
-        return run(draw_from_winners, winners, nan_bits, rows.idle)
+        winners, nan_bits = run(row_race.race_top_k, logits, rows, **run.vocab)
+        return run(row_race.draw_from_winners, winners, nan_bits, rows.idle)
     # Rows whose filters end within the candidates race among these; the kernels of race_beyond_candidates skip them.
     search_inputs = candidates_and_thresholds(run, logits, row_slots, maxima=maxima, races=True)
     ordered, nan_bits, rows, row_max, known, raced = search_inputs
     base = {**run.vocab, "base_is_row": mode.base_is_row}
-    winners = run(race_beyond_candidates, logits, known, rows, row_max, raced, **base)
-    return run(draw_from_candidates_and_winners, ordered, winners, nan_bits, rows, row_max, known)
+    winners = run(row_race.race_beyond_candidates, logits, known, rows, row_max, raced, **base)
+    return run(row_race.draw_from_candidates_and_winners, ordered, winners, nan_bits, rows, row_max, known)
 
 
 def _draw_and_recheck(run: StepRun, logits: Tensor, search_inputs: SearchInputs) -> SampleOutputs:
@@ -238,12 +220,12 @@ def _draw_and_recheck(run: StepRun, logits: Tensor, search_inputs: SearchInputs)
     # In C++ a pass over a row costs much less than a search for its threshold. So every row races, the mass and the
     # number of tokens before the winner tell whether the filters keep it, and only the other rows are searched.
     ordered, _, rows, row_max, known, _ = search_inputs
-    drawn = _raced_and_drawn(run, logits, rows, row_max, run(last_without_search, known))
+    drawn = _raced_and_drawn(run, logits, rows, row_max, run(row_race.last_without_search, known))
     if not run.any_row(known.is_open):
         return drawn
-    before = run(last_before_winner, logits, drawn.token_ids, **run.vocab)
-    parts = run(mass_before_winner, logits, before, row_max, rows.scale, **run.schedule.mass.blocks)
-    known = run(recheck_winners, ordered, known, parts, rows, **run.vocab, base_is_row=run.mode.base_is_row)
+    before = run(race.last_before_winner, logits, drawn.token_ids, **run.vocab)
+    parts = run(row_race.mass_before_winner, logits, before, row_max, rows.scale, **run.schedule.mass.blocks)
+    known = run(row_race.recheck_winners, ordered, known, parts, rows, **run.vocab, base_is_row=run.mode.base_is_row)
     if not run.any_row(known.is_open):
         return drawn
     last = run(last_of, threshold_of(run, logits, search_inputs._replace(known=known)), by_key=True)
@@ -261,7 +243,7 @@ def _draw_and_find(
         candidates = find_candidates(run, logits, row_slots, maxima=maxima, in_order=False)
         static = {"is_ordered": run.schedule.orders_candidates, "by_bits": run.schedule.by_triton}
         among = candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass
-        drawn, kept, ordered = run(draw_and_keep, *among, stream=row_slots.stream, **static)
+        drawn, kept, ordered = run(race.draw_and_keep, *among, stream=row_slots.stream, **static)
         return drawn, FoundLaw(kept, ordered)
     if sums_kept(mode, wanted):
         drawn, row_max = _draw_from_rows(run, logits, row_slots, finds_max=True)

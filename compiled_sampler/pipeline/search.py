@@ -23,41 +23,26 @@ from compiled_sampler.exact.threshold import (
     threshold_from_candidates,
     threshold_without_candidates,
 )
+from compiled_sampler.passes import candidates
 from compiled_sampler.passes.blocks import AnyLogits, values_of
-from compiled_sampler.passes.candidates import (
-    FAN_OUT,
-    MOST_CHOSEN,
-    STORED_BLOCK,
-    all_blocks,
-    all_coarser,
-    child_blocks,
-    child_tokens,
-    choose,
-    choose_blocks,
-    choose_child_blocks,
-    choose_child_tokens,
-    place,
-    rank,
-    select,
-    sort,
-)
+from compiled_sampler.passes.candidates import FAN_OUT, MOST_CHOSEN, STORED_BLOCK
 from compiled_sampler.passes.kept import Cut, cut_at_threshold
 from compiled_sampler.passes.maxima import BlockMaxima, mass_units, order_maxima
 from compiled_sampler.pipeline.chunks import in_chunks_of
 from compiled_sampler.pipeline.schedule import StepRun
 
 _FUSED: dict[Any, Callable[..., Tensor]] = {
-    all_coarser: choose_blocks,
-    child_blocks: choose_child_blocks,
-    child_tokens: choose_child_tokens,
+    candidates.all_coarser: candidates.choose_blocks,
+    candidates.child_blocks: candidates.choose_child_blocks,
+    candidates.child_tokens: candidates.choose_child_tokens,
 }
 """From stages that find the blocks of a level to stages that also choose among these blocks, in one kernel."""
 
 
 def ordered_candidates(run: StepRun, logits: AnyLogits, keys: Tensor) -> Tensor:
     """The first ``min(C, V)`` tokens of each row's order, int64 ``[R, min(C, V)]`` packed keys, in descending order."""
-    candidates = unordered_candidates(run, logits, keys)
-    return candidates if run.schedule.orders_candidates else run(sort, candidates, count=candidates.shape[1])
+    chosen = unordered_candidates(run, logits, keys)
+    return chosen if run.schedule.orders_candidates else run(candidates.sort, chosen, count=chosen.shape[1])
 
 
 def unordered_candidates(run: StepRun, logits: AnyLogits, keys: Tensor) -> Tensor:
@@ -65,16 +50,16 @@ def unordered_candidates(run: StepRun, logits: AnyLogits, keys: Tensor) -> Tenso
     # They are in descending order only if schedule.orders_candidates.
     sizes, vocab_size = run.schedule.levels, run.mode.vocab_size
     if sizes[0] >= STORED_BLOCK:
-        picked = _level(run, all_coarser, keys, ratio=sizes[0] // STORED_BLOCK)
+        picked = _level(run, candidates.all_coarser, keys, ratio=sizes[0] // STORED_BLOCK)
     else:
-        picked = _level(run, all_blocks, logits, vocab_size=vocab_size, size=sizes[0])
+        picked = _level(run, candidates.all_blocks, logits, vocab_size=vocab_size, size=sizes[0])
     for parent, child in itertools.pairwise(sizes):
         ratio = parent // child
         if child >= STORED_BLOCK:
-            picked = _level(run, child_blocks, keys, picked, ratio=ratio, size=child // STORED_BLOCK)
+            picked = _level(run, candidates.child_blocks, keys, picked, ratio=ratio, size=child // STORED_BLOCK)
         else:
             blocks = {"vocab_size": vocab_size, "ratio": ratio, "size": child}
-            picked = _level(run, child_tokens, logits, picked, **blocks)
+            picked = _level(run, candidates.child_tokens, logits, picked, **blocks)
     return picked
 
 
@@ -94,12 +79,12 @@ def _largest(run: StepRun, packed: Tensor, count: int) -> Tensor:
     """The ``count`` largest packed keys of each row, int64 ``[R, count]``."""
     # choose requires ascending ids in its input and returns the keys in the order of its input, so ids stay ascending.
     if run.schedule.picks_by == "select":
-        return run(select, packed, count=count)
+        return run(candidates.select, packed, count=count)
     if run.schedule.picks_by == "rank":
-        return run(place, packed, run(rank, packed), count=count)
+        return run(candidates.place, packed, run(candidates.rank, packed), count=count)
     if count == packed.shape[1]:
         return packed
-    return run(choose if packed.shape[1] <= MOST_CHOSEN else sort, packed, count=count)
+    return run(candidates.choose if packed.shape[1] <= MOST_CHOSEN else candidates.sort, packed, count=count)
 
 
 class Candidates(NamedTuple):

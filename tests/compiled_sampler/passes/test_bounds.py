@@ -6,12 +6,13 @@ import torch
 from compiled_sampler import Sampler
 from compiled_sampler.core.noise import bound_of, exponential, negative_log2
 from compiled_sampler.core.rows import row_slots_of
+from compiled_sampler.exact import row_race
 from compiled_sampler.exact.row_race import race_rows_in_torch
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes import bounds
 from compiled_sampler.passes.blocks import widened
 from compiled_sampler.passes.bounds import race_bounds, race_leaders
-from compiled_sampler.pipeline import sample, schedule
+from compiled_sampler.pipeline import schedule
 from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.sample import draw_tokens, sample_step
 from compiled_sampler.pipeline.schedule import StepRun
@@ -89,7 +90,7 @@ def test_rows_that_a_second_look_does_not_settle_race(mode, spread, filters, mos
     def unraced(logits, races, rows, row_max, found, **static):
         return race_rows_in_torch(logits, races & False, rows, row_max, found, **static)
 
-    monkeypatch.setattr(sample, "race_rows", unraced)
+    monkeypatch.setattr(row_race, "race_rows", unraced)
     made, _ = drawn(inputs, mode)
     assert not same(made, wanted)
     assert torch.equal(made.token_ids[~leaders.needs_race], wanted.token_ids[~leaders.needs_race])
