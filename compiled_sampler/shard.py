@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from compiled_sampler.core.stage import Run, call, lists
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.scalars import is_int
 
 Results = TypeVar("Results")
@@ -119,7 +119,7 @@ class VocabularyShard:
         """The tensors of all ranks, ``[T, ...]``, each of one shape."""
         values = values.contiguous()
         every = values.new_empty((self.count, *values.shape))
-        if lists(run):
+        if run.lists:
             return every.zero_()
         _all_gather(_bytes(every), _bytes(values), self.group)  # gloo knows few dtypes
         return every
@@ -166,8 +166,8 @@ class VocabularyShard:
             parts = padded.contiguous().view(self.count, count, -1)
         else:
             parts = torch.stack([padded[first : first + count] for first in firsts])
-        received = torch.zeros_like(parts) if lists(run) else torch.empty_like(parts)
-        if not lists(run):
+        received = torch.zeros_like(parts) if run.lists else torch.empty_like(parts)
+        if not run.lists:
             dist.all_to_all_single(_bytes(received), _bytes(parts), group=self.group)
         return self._joined(received, vocab_size)
 
@@ -201,7 +201,7 @@ class VocabularyShard:
         return torch.cat([part[:, :width] for part, width in zip(parts, self.widths(vocab_size), strict=True)], 1)
 
     def _reduced(self, values: Tensor, operation: Any, run: Run) -> Tensor:
-        if not lists(run):
+        if not run.lists:
             dist.all_reduce(values, operation, self.group)
         return values
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,14 +11,6 @@ from torch import Tensor
 Result = TypeVar("Result")
 Other = TypeVar("Other")
 Stage = TypeVar("Stage", bound=Callable[..., Any])
-
-
-class Run(Protocol):
-    """A function that calls a stage on tensors; keyword arguments are static."""
-
-    def __call__(self, stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:
-        """Return ``stage(*tensors, **static)``: eager, compiled or recorded, as the implementation decides."""
-        ...
 
 
 class Scratch(NamedTuple):
@@ -52,39 +44,45 @@ def scratch_of(stage: Callable[..., Any]) -> Scratch | None:
     return getattr(stage, "scratch", None)
 
 
-def call(stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:
-    """The result of a stage in eager torch."""
+def _called(stage: Callable[..., Any], /, *tensors: Any, **static: Any) -> Any:
     return stage(*tensors, **static)
 
 
-def overlap(
-    run: Run, device: torch.device, first: Callable[[], Result], second: Callable[[], Other]
-) -> tuple[Result, Other]:
-    """The results of two independent chains of stages, which a ``run`` may overlap, on CUDA on two streams."""
-    overlapped = getattr(run, "overlap", None)
-    return (first(), second()) if overlapped is None else overlapped(device, first, second)
+class Run:
+    """How stages are run: by a function that calls them, or by what derives from it, which compiles or counts them."""
+
+    def __init__(self, function: Callable[..., Any] = _called, *, fuses: bool = False) -> None:
+        self._function = function
+        self.fuses = fuses
+        """Whether stages become fused kernels, so that what is inside of one never reaches memory."""
+        # Eager torch writes every intermediate tensor of a stage.
+
+    def __call__(self, stage: Callable[..., Result], /, *tensors: Any, **static: Any) -> Result:
+        """The result of a stage; keyword arguments are static."""
+        result: Result = self._function(stage, *tensors, **static)
+        return result
+
+    @property
+    def lists(self) -> bool:
+        """Whether stages are only listed, to be compiled: the host must not wait for other processes then."""
+        return False
+
+    def any_row(self, flags: Tensor) -> bool:
+        """Whether any row is flagged, so that the host can skip a chain of stages that no row needs."""
+        # Reading the answer waits for the flags, so only CPU schedules call it: a CUDA graph records one chain for all
+        # batches. What only collects stages to compile them ahead of time answers true.
+        return bool(flags.any())
+
+    def overlap(
+        self, device: torch.device, first: Callable[[], Result], second: Callable[[], Other]
+    ) -> tuple[Result, Other]:
+        """The results of two independent chains of stages, which may overlap, on CUDA on two streams."""
+        return first(), second()
+
+    def steady_rows(self, rows: Tensor) -> Tensor:
+        """Rows ``[R, n]``, or a contiguous copy of rows that lie apart, if there are no stages for their stride."""
+        return rows
 
 
-def steady_rows(run: Run, rows: Tensor) -> Tensor:
-    """Rows ``[R, n]``, or a contiguous copy of rows that lie apart, for whose stride a ``run`` has no stages."""
-    steadied = getattr(run, "steady_rows", None)
-    return rows if steadied is None else steadied(rows)
-
-
-def any_row(run: Run, flags: Tensor) -> bool:
-    """Whether any row is flagged, so that the host can skip a chain of stages that no row needs."""
-    # Reading the answer waits for the flags, so only CPU schedules call it: a CUDA graph records one chain for all
-    # batches. A ``run`` that only collects stages to compile them ahead of time answers true.
-    asked = getattr(run, "any_row", None)
-    return bool(flags.any()) if asked is None else asked(flags)
-
-
-def fuses(run: Run) -> bool:
-    """Whether stages become fused kernels, so that what is inside of one never reaches memory."""
-    # Eager torch writes every intermediate tensor of a stage.
-    return bool(getattr(run, "fuses", False))
-
-
-def lists(run: Run) -> bool:
-    """Whether stages are only listed, to be compiled: the host must not wait for other processes then."""
-    return bool(getattr(run, "lists", False))
+call = Run()
+"""Each stage in eager torch, on all rows at once."""

@@ -26,7 +26,7 @@ from compiled_sampler.batch import (
 )
 from compiled_sampler.core.reference import probabilities, sample
 from compiled_sampler.core.rows import idle_status, row_slots_of
-from compiled_sampler.core.stage import Run, fuses, steady_rows
+from compiled_sampler.core.stage import Run
 from compiled_sampler.edits.recording import cut_at_stop, record_drafts, record_draws, record_ends, with_finished
 from compiled_sampler.engine.boundary.arguments import check_not_capturing
 from compiled_sampler.engine.drafts import DraftCache
@@ -37,11 +37,11 @@ from compiled_sampler.engine.step import Step
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import CACHE, Mode, edits_drafts
 from compiled_sampler.pipeline.chunks import eagerly
-from compiled_sampler.pipeline.edits import edited_logits, edited_step
+from compiled_sampler.pipeline.edits import edited_logits, edited_step, step_run
 from compiled_sampler.pipeline.law import probability_step
 from compiled_sampler.pipeline.logprobs import logprobs_of
 from compiled_sampler.pipeline.sample import Draw, best_step, edit_and_draw, keyed_by, sample_step
-from compiled_sampler.pipeline.schedule import Schedule, is_gpu, schedule_for
+from compiled_sampler.pipeline.schedule import StepRun, is_gpu, schedule_for
 from compiled_sampler.pipeline.sharded import drawing_in
 from compiled_sampler.pipeline.verify import verify_step
 from compiled_sampler.pipeline.verify_rows import (
@@ -49,7 +49,7 @@ from compiled_sampler.pipeline.verify_rows import (
     emitted_logprobs,
     rows_of,
     slots_of,
-    verify_schedules,
+    verify_run,
     with_logprobs,
 )
 from compiled_sampler.shard import VocabularyShard
@@ -129,7 +129,7 @@ class StepExecutor:
         rows = rows.detach()
         if self._shard is not None and not self._takes_columns(step):
             rows = self._shard.whole_rows(rows, step.mode.vocab_size, self._run)
-        return steady_rows(self._run, rows)
+        return self._run.steady_rows(rows)
 
     def _takes_columns(self, step: Step) -> bool:
         """Whether a step draws from the columns of a shard; others take whole rows."""
@@ -148,7 +148,7 @@ class StepExecutor:
         else:
             drawn = sample_step(step.mode, inputs, self._run, self._draw_of(step))
         if step.records:
-            is_fused = fuses(self._run) and is_gpu(drawn.token_ids.device)
+            is_fused = self._run.fuses and is_gpu(drawn.token_ids.device)
             # elsewhere each place would be written to memory
             places = self._edits.history.table.entries.shape[2] if is_fused else 0
             rows = inputs.slots, inputs.positions, drawn.token_ids, drawn.status
@@ -218,7 +218,7 @@ def drawn_by_definition(mode: Mode, inputs: SampleInputs) -> SampleOutputs:
     drawn = sample(edited, vocab_size=mode.vocab_size, base_is_row=mode.base_is_row)
     if inputs.logprobs is not None:
         rows = (inputs.logits, edited.logits, row_slots_of(inputs), drawn.token_ids)
-        drawn = drawn._replace(logprobs=logprobs_of(_schedule(mode, inputs), *rows, inputs.logprobs, eagerly))
+        drawn = drawn._replace(logprobs=logprobs_of(_run_of(mode, inputs), *rows, inputs.logprobs))
     if inputs.stops is None:
         return drawn
     return with_finished(drawn, inputs.slots, inputs.stops)._replace(logprobs=drawn.logprobs)
@@ -239,7 +239,7 @@ def verified_by_definition(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:
         verified = cut_at_stop(verified, inputs.slots, inputs.stops)
     if inputs.logprobs is None:
         return verified
-    rows = emitted_logprobs(_schedule(mode, inputs), edited.logits, inputs, verified, eagerly)
+    rows = emitted_logprobs(_run_of(mode, inputs), edited.logits, inputs, verified)
     assert rows is not None
     return with_logprobs(verified, rows, inputs, eagerly)
 
@@ -251,8 +251,8 @@ def _edited(mode: Mode, inputs: SampleInputs) -> SampleInputs:
     positions = keyed_by(row_slots, inputs.noise, eagerly).positions
     if inputs.edits is None:
         return inputs._replace(positions=positions)
-    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=True)
-    logits = edited_logits(schedule, inputs.logits, row_slots, inputs.edits._replace(leave=False), eagerly)  # in a copy
+    run, in_a_copy = step_run(mode, inputs, eagerly), inputs.edits._replace(leave=False)
+    logits = edited_logits(run, inputs.logits, row_slots, in_a_copy)
     return inputs._replace(logits=logits, edits=None, positions=positions)
 
 
@@ -260,19 +260,19 @@ def _edited_rows_and_drafts(mode: Mode, inputs: VerifyInputs) -> VerifyInputs:
     """Inputs of a verification with edited logits of target and drafts, and without edits."""
     if inputs.edits is None:
         return inputs
-    schedules = verify_schedules(mode, inputs)
-    layout, _, edits, noise = rows_of(schedules, inputs, eagerly)
+    run = verify_run(mode, inputs, eagerly)
+    layout, _, edits, noise = rows_of(run, inputs)
     assert edits is not None
     logits, edits = inputs.logits, edits._replace(leave=False)  # in a copy
     if not mode.from_probabilities:
-        logits = edited_logits(schedules.rows, logits, slots_of(inputs.table, layout), edits, eagerly)
+        logits = edited_logits(run.rows, logits, slots_of(inputs.table, layout), edits)
     proposals = inputs.proposals
     if isinstance(proposals, DraftTable):
         _, row_ids = rows_of_drafts(inputs.logits, inputs.slots, inputs.num_drafts, proposals)
         proposals = gathered(proposals, row_ids[: len(layout.trials.row_ids)])
     if isinstance(proposals, Tensor) and edits_drafts(mode) and len(proposals):
         row_slots, draft_edits = slots_of(inputs.table, layout.trials), edits_of_drafts(layout, edits)
-        proposals = edited_logits(schedules.drafts, proposals[: len(row_slots.slots)], row_slots, draft_edits, eagerly)
+        proposals = edited_logits(run.drafts, proposals[: len(row_slots.slots)], row_slots, draft_edits)
     return inputs._replace(logits=logits, proposals=proposals, edits=None, noise=noise)
 
 
@@ -284,5 +284,5 @@ def _check_not_capturing(logits: Tensor) -> None:
     )
 
 
-def _schedule(mode: Mode, inputs: SampleInputs | VerifyInputs) -> Schedule:
-    return schedule_for(mode, inputs.logits.shape[0], inputs.logits.device)
+def _run_of(mode: Mode, inputs: SampleInputs | VerifyInputs) -> StepRun:
+    return StepRun(eagerly, schedule_for(mode, inputs.logits.shape[0], inputs.logits.device))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import ProbabilityOutputs, SampleInputs, SampleOutputs, VerifyInputs, VerifyOutputs
-from compiled_sampler.core.stage import Run, steady_rows
+from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.boundary.arguments import check_progress
 from compiled_sampler.engine.boundary.tensors import INTEGERS, RowFormat, check_rows, check_tensor, empty_outputs
 from compiled_sampler.engine.drafts import in_sampler_dtype
@@ -134,7 +134,7 @@ def probs(
 def _sample_inputs(mode: Mode, logits: Tensor, parameters: Parameters, run: Run) -> SampleInputs:
     """Logits ``[R, n]`` with the parameters of their rows."""
     rows, positions = parameter_rows(mode, parameters, len(logits), logits.device, run)
-    return SampleInputs(steady_rows(run, logits), rows.slots, positions, rows.table)
+    return SampleInputs(run.steady_rows(logits), rows.slots, positions, rows.table)
 
 
 @known_keywords
@@ -289,8 +289,8 @@ def _verified(mode: Mode, rule: str, drafts: str, rows: _Rows, parameters: Param
     run, (count, width) = run_of(backend), draft_token_ids.shape
     if not count:
         return empty_outputs(VerifyOutputs, width + 1, form.device, of_trees=parents is not None)
-    target = steady_rows(run, target)
-    proposals = None if proposals is None else steady_rows(run, proposals)
+    target = run.steady_rows(target)
+    proposals = None if proposals is None else run.steady_rows(proposals)
     requests, first_positions = parameter_rows(mode, parameters, count, form.device, run)
     tokens = draft_token_ids.to(torch.int64)
     counts = torch.full_like(first_positions, width) if num_drafts is None else num_drafts.to(torch.int64)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from compiled_sampler.core.stage import Run
 from compiled_sampler.lowering.comparison import fault
 from compiled_sampler.lowering.compile_queue import HANGS, QUEUE, Settled, WantedStage
 from compiled_sampler.lowering.inductor.compilation import Compiled, Options, fake_results, set_up_compilers
@@ -83,19 +84,19 @@ class Listing:
         return [code for code, _ in ranked]
 
 
-class CompiledStages:
-    """Runs stages through Inductor; a ``run`` for the pipeline.
+class CompiledStages(Run):
+    """Runs stages through Inductor.
 
     A stage runs in eager torch until its compiled form is there; a call waits for that within ``compiling_at_calls``.
     """
 
-    fuses = True
     num_uncompiled_calls = 0
     """Calls of stages in eager torch that a capture would refuse, as their compiled forms were not there."""
     compiles_at_calls = False
     """Whether the first call of a stage compiles it; tests and tools set it for every sampler."""
 
     def __init__(self, options: Options | None = None) -> None:
+        super().__init__(fuses=True)
         self._options = EXACT_OPTIONS if options is None else options  # others for tools alone
         self._wanted: dict[Any, WantedStage] = {}
         self._called: dict[Any, Callable[..., Any]] = {}
@@ -124,7 +125,7 @@ class CompiledStages:
 
     @property
     def lists(self) -> bool:
-        """Whether stages are listed now: ``stage.lists``."""
+        """Whether stages are listed now, within ``precompiling``."""
         return self._listing is not None
 
     @property
@@ -144,7 +145,7 @@ class CompiledStages:
         return any(map(is_hand_written, (*self._eager, *refused)))
 
     def steady_rows(self, rows: Tensor) -> Tensor:
-        """``stage.steady_rows``: stages are compiled for each row stride, of which padded rows have one."""
+        """As ``Run``: stages are compiled for each row stride, of which padded rows have one."""
         # logits[:, -1] of a model has another row stride for each length of the prompts
         length, stride = rows.shape[1], rows.stride(0)
         if rows.shape[0] == 1 and stride != length:  # contiguous() would return it as it is
@@ -169,7 +170,7 @@ class CompiledStages:
         return results
 
     def any_row(self, flags: Tensor) -> bool:
-        """``stage.any_row``; in a warm-up every chain runs, so that later calls load none."""
+        """As ``Run``; in a warm-up every chain runs, so that later calls load none."""
         if self._listing is not None or self._at_calls == "loads" or (self._at_calls and self.compares):
             return True  # every chain is listed, loaded or compared
         return bool(flags.any())

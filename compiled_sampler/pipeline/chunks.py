@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, PickedRows, RowEntries, SlotTable
-from compiled_sampler.core.stage import Run, fuses, scratch_of
+from compiled_sampler.core.stage import Run, scratch_of
 from compiled_sampler.edits.changes import EditedTokens
 from compiled_sampler.edits.history import History, RowHistory
 from compiled_sampler.edits.tables import TABLES, CustomTables, EditTables
@@ -26,7 +26,7 @@ from compiled_sampler.exact.triton import num_parts
 from compiled_sampler.logit_edit import CustomEdits
 from compiled_sampler.passes.candidates import child_tokens
 from compiled_sampler.passes.law import unfiltered_weights
-from compiled_sampler.pipeline.schedule import Schedule, chunk_ends, eager_rows
+from compiled_sampler.pipeline.schedule import StepRun, chunk_ends, eager_rows
 
 Result = TypeVar("Result")
 Stage = Callable[..., Any]
@@ -35,20 +35,19 @@ _BY_SLOT = (SlotTable, RowEntries, DraftTable, EditTables, CustomTables, *TABLES
 """What has no rows; any other tensor is taken to have a row for each of the batch, cut into chunks and padded."""
 
 
-def in_chunks(schedule: Schedule, run: Run, step: Callable[..., Result], *rows: Any) -> Result:
+def in_chunks(run: StepRun, step: Callable[..., Result], *rows: Any) -> Result:
     """``step(*rows)``, for no more rows at once than the schedule allows for a chain of stages."""
     # step: from rows [R, ...] to rows [R, ...], each a function of its own row alone.
-    return in_chunks_of(schedule.chunk_rows if fuses(run) else schedule.eager_chunk_rows, step, *rows)
+    return in_chunks_of(run.schedule.chunk_rows if run.fuses else run.schedule.eager_chunk_rows, step, *rows)
 
 
 def in_chunks_as(stage: Stage, run: Run, step: Callable[..., Any], *tensors: Any) -> Any:
     """``step(*tensors)``, which runs the stage and reads its results: in eager torch for as many rows at once."""
-    most = None if fuses(run) else _most_rows(stage, tensors, {})
+    most = None if run.fuses else _most_rows(stage, tensors, {})
     return step(*tensors) if most is None else in_chunks_of(most, step, *tensors)
 
 
-def eagerly(stage: Stage, /, *tensors: Any, **static: Any) -> Any:
-    """The results of a stage, a ``run`` for the pipeline: for no more rows at once than its scratch has room for."""
+def _eagerly(stage: Stage, /, *tensors: Any, **static: Any) -> Any:
     most = _most_rows(stage, tensors, static)
     if most is None:
         return stage(*tensors, **static)
@@ -59,9 +58,8 @@ def eagerly(stage: Stage, /, *tensors: Any, **static: Any) -> Any:
     return in_chunks_of(most, lambda *rows: stage(*tensors[:whole], *rows, **static), *tensors[whole:])
 
 
-def without_kernels(stage: Stage, /, *tensors: Any, **static: Any) -> Any:
-    """``eagerly``, with torch in the place of hand-written kernels."""
-    results = eagerly(IN_TORCH.get(stage, stage), *tensors, **static)
+def _without_kernels(stage: Stage, /, *tensors: Any, **static: Any) -> Any:
+    results = _eagerly(IN_TORCH.get(stage, stage), *tensors, **static)
     # Stages that read winners and masses are compiled for as many parts of a row as kernels make.
     if stage is race_rows:
         return _in_parts(results, NO_WINNER, static["vocab_size"], weighs=False)
@@ -69,6 +67,12 @@ def without_kernels(stage: Stage, /, *tensors: Any, **static: Any) -> Any:
         pairs = zip(results, (0, NO_WINNER), strict=True)
         return tuple(_in_parts(each, value, static["vocab_size"], weighs=True) for each, value in pairs)
     return results
+
+
+eagerly = Run(_eagerly)
+"""Each stage in eager torch, on no more rows at once than its scratch has room for."""
+without_kernels = Run(_without_kernels)
+"""``eagerly``, with torch in the place of hand-written kernels."""
 
 
 def _in_parts(of_rows: Tensor, value: int, vocab_size: int, *, weighs: bool) -> Tensor:

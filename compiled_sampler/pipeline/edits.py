@@ -42,7 +42,7 @@ from compiled_sampler.passes.blocks import AnyLogits
 from compiled_sampler.passes.maxima import BlockMaxima, customized_with_maxima, masked_with_maxima
 from compiled_sampler.pipeline.chunks import in_chunks, in_chunks_as
 from compiled_sampler.pipeline.row_filters import filtered_logits
-from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, StepRun, schedule_for
 
 
 class Edited(NamedTuple):
@@ -56,15 +56,19 @@ class Edited(NamedTuple):
 
 def edited_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> EditedOutputs:
     """The logits that every filter and draw of ``sample_step`` reads, float32 ``[R, V]`` in new memory."""
-    is_edited = inputs.edits is not None
-    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=is_edited)
-    row_slots = row_slots_of(inputs)
+    run, row_slots = step_run(mode, inputs, run), row_slots_of(inputs)
 
     def edited_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None) -> Tensor:
-        edited = edited_logits(schedule, logits, row_slots, edits, run)
-        return run(copied, edited, vocab_size=mode.vocab_size) if edited is logits else edited
+        edited = edited_logits(run, logits, row_slots, edits)
+        return run(copied, edited, **run.vocab) if edited is logits else edited
 
-    return EditedOutputs(in_chunks(schedule, run, edited_chunk, inputs.logits, row_slots, inputs.edits))
+    return EditedOutputs(in_chunks(run, edited_chunk, inputs.logits, row_slots, inputs.edits))
+
+
+def step_run(mode: Mode, inputs: SampleInputs, run: Run) -> StepRun:
+    """How a step other than a draw runs its stages."""
+    logits = inputs.logits
+    return StepRun(run, schedule_for(mode, logits.shape[0], logits.device, is_edited=inputs.edits is not None))
 
 
 def drawing_schedule(
@@ -78,24 +82,24 @@ def drawing_schedule(
 
 
 def logits_to_draw_from(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, edits: EditInputs | None, run: Run, undo: ExitStack
+    run: StepRun, logits: Tensor, row_slots: RowSlots, edits: EditInputs | None, undo: ExitStack
 ) -> Edited:
-    """``edited_logits``, or with a ``drawing_schedule`` that reads masks, the logits as they are and these masks."""
+    """``edited_logits``, or by a ``drawing_schedule`` that reads masks, the logits as they are and these masks."""
     edits = _with_texts(edits, row_slots, run)
-    if edits is None or not schedule.reads_masks:
-        return _edited(schedule, logits, row_slots, edits, run, undo, with_maxima=schedule.copies_with_maxima)
+    if edits is None or not run.schedule.reads_masks:
+        return _edited(run, logits, row_slots, edits, undo, with_maxima=run.schedule.copies_with_maxima)
     masks = edits.token_bitmask, row_slots.slots, edits.tables.allowed
     if has_lists(edits.tables):
-        logits = _listed_in_place(schedule, logits, row_slots, edits, run, undo)
+        logits = _listed_in_place(run, logits, row_slots, edits, undo)
     return Edited(MaskedLogits(logits, *masks), None)
 
 
-def with_one_mask(logits: MaskedLogits, vocab_size: int, run: Run) -> MaskedLogits:
+def with_one_mask(run: StepRun, logits: MaskedLogits) -> MaskedLogits:
     """The logits with one mask of the call beside them, which has the bits of both masks."""
     if logits.allowed is None:
         return logits
     masks = logits.token_bitmask, logits.slots, logits.allowed
-    return MaskedLogits(logits.logits, run(row_words, *masks, vocab_size=vocab_size), logits.slots, None)
+    return MaskedLogits(logits.logits, run(row_words, *masks, **run.vocab), logits.slots, None)
 
 
 def makes_copy(logits: Tensor, edits: EditInputs) -> bool:
@@ -105,16 +109,15 @@ def makes_copy(logits: Tensor, edits: EditInputs) -> bool:
 
 
 def edited_logits(
-    schedule: Schedule,
+    run: StepRun,
     logits: Tensor | PickedRows,
     row_slots: RowSlots,
     edits: EditInputs | None,
-    run: Run,
     undo: ExitStack | None = None,
 ) -> Tensor:
     """The logits ``[R, >=V]`` after all edits in their order, which every later stage reads."""
     # undo is closed after the last stage that reads them; None where the edits restore nothing.
-    edited, _ = _edited(schedule, logits, row_slots, _with_texts(edits, row_slots, run), run, undo, with_maxima=False)
+    edited, _ = _edited(run, logits, row_slots, _with_texts(edits, row_slots, run), undo, with_maxima=False)
     assert isinstance(edited, Tensor)
     return edited
 
@@ -129,11 +132,10 @@ def _with_texts(edits: EditInputs | None, row_slots: RowSlots, run: Run) -> Edit
 
 
 def _edited(
-    schedule: Schedule,
+    run: StepRun,
     logits: Tensor | PickedRows,
     row_slots: RowSlots,
     edits: EditInputs | None,
-    run: Run,
     undo: ExitStack | None,
     *,
     with_maxima: bool,
@@ -142,56 +144,46 @@ def _edited(
     if edits is None:
         assert isinstance(logits, Tensor)  # rows are picked for edits alone, the first of which copies them
         return Edited(logits, None)
-    filters, maxima = edits.tables.filters, None
-    wanted = _maxima_wanted(schedule) if with_maxima and filters is None else None
+    filters, maxima, wanted = edits.tables.filters, None, None
+    if with_maxima and filters is None:
+        wanted = {**run.schedule.copied.reduction, "names": run.schedule.by_triton and not run.mode.draws}
     is_listed, is_copied_later = has_lists(edits.tables), _is_copied_later(logits, edits)
     if is_listed and isinstance(logits, Tensor) and _may_write(logits, edits):
-        logits = _listed_in_place(schedule, logits, row_slots, edits, run, undo)
+        logits = _listed_in_place(run, logits, row_slots, edits, undo)
         if _is_masked(edits) and not is_copied_later:
-            logits, maxima = _copied(logits, row_slots, edits, schedule, run, wanted)
+            logits, maxima = _copied(run, logits, row_slots, edits, wanted)
     elif is_listed:
-        logits, _ = _copied(logits, row_slots, edits, schedule, run, None)
+        logits, _ = _copied(run, logits, row_slots, edits, None)
         write_lists(logits, row_slots, edits.tables, run)
     elif not is_copied_later:
-        logits, maxima = _copied(logits, row_slots, edits, schedule, run, wanted)
+        logits, maxima = _copied(run, logits, row_slots, edits, wanted)
     if edits.custom is not None:
-        logits, maxima = _customized(logits, row_slots, edits, schedule, run, wanted)
+        logits, maxima = _customized(run, logits, row_slots, edits, wanted)
     assert isinstance(logits, Tensor)
-    return Edited(logits if filters is None else filtered_logits(schedule, logits, row_slots, filters, run), maxima)
+    return Edited(logits if filters is None else filtered_logits(run, logits, row_slots, filters), maxima)
 
 
 def _listed_in_place(
-    schedule: Schedule, logits: Tensor, row_slots: RowSlots, edits: EditInputs, run: Run, undo: ExitStack | None
+    run: StepRun, logits: Tensor, row_slots: RowSlots, edits: EditInputs, undo: ExitStack | None
 ) -> Tensor:
     """The caller's logits ``[R, V]``, in which lists are written now; ``undo`` takes that back, if it is asked for."""
     restores = edits.leave == RESTORE
     assert not (restores and undo is None)
-    x = logits[:, : schedule.mode.vocab_size]
+    x = logits[:, : run.mode.vocab_size]
     write_lists(x, row_slots, edits.tables, run, undo if restores else None)
     return x
 
 
-def _maxima_wanted(schedule: Schedule) -> dict[str, Any]:
-    """The static arguments of a pass that tells the block maxima of its copy."""
-    return {**schedule.copied.reduction, "names": schedule.by_triton and not schedule.mode.draws}
-
-
 def _copied(
-    logits: Tensor | PickedRows,
-    row_slots: RowSlots,
-    edits: EditInputs,
-    schedule: Schedule,
-    run: Run,
-    wanted: dict[str, Any] | None,
+    run: StepRun, logits: Tensor | PickedRows, row_slots: RowSlots, edits: EditInputs, wanted: dict[str, Any] | None
 ) -> tuple[Tensor, BlockMaxima | None]:
     """The logits after the masks, float32 ``[R, V]`` in new memory, and the maxima that are wanted, if masks act."""
-    vocab_size = schedule.mode.vocab_size
     if _is_masked(edits):
         masks = edits.token_bitmask, row_slots.slots, edits.tables.allowed
         if wanted is None:
-            return run(masked, logits, *masks, vocab_size=vocab_size), None
+            return run(masked, logits, *masks, **run.vocab), None
         return run(masked_with_maxima, logits, *masks, **wanted)
-    return run(copied, logits, vocab_size=vocab_size), None
+    return run(copied, logits, **run.vocab), None
 
 
 def _is_masked(edits: EditInputs) -> bool:
@@ -215,19 +207,14 @@ def _is_copied_later(logits: Tensor | PickedRows, edits: EditInputs) -> bool:
 
 
 def _customized(
-    logits: Tensor | PickedRows,
-    row_slots: RowSlots,
-    edits: EditInputs,
-    schedule: Schedule,
-    run: Run,
-    wanted: dict[str, Any] | None,
+    run: StepRun, logits: Tensor | PickedRows, row_slots: RowSlots, edits: EditInputs, wanted: dict[str, Any] | None
 ) -> tuple[Tensor, BlockMaxima | None]:
     """The logits after the edits of the user and the masks, float32 ``[R, V]``, and the maxima that are wanted."""
     tables = edits.tables
     masks = edits.token_bitmask, row_slots.slots, row_slots.positions, tables.allowed
     read = *masks, tables.custom, edits.given, tables.history
     if wanted is None:
-        return run(customized, logits, *read, edits=edits.custom, vocab_size=schedule.mode.vocab_size), None
+        return run(customized, logits, *read, edits=edits.custom, **run.vocab), None
     return run(customized_with_maxima, logits, *read, edits=edits.custom, **wanted)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from compiled_sampler.batch import DraftTable, ProbabilityOutputs, SampleInputs
 from compiled_sampler.core.rows import RowSlots, row_slots_of
-from compiled_sampler.core.stage import Run, call, fuses
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.tables import EditInputs
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.law import (
@@ -23,80 +25,67 @@ from compiled_sampler.passes.law import (
 )
 from compiled_sampler.passes.maxima import BlockMaxima, coarser_keys
 from compiled_sampler.pipeline.chunks import in_chunks
-from compiled_sampler.pipeline.edits import edited_logits
-from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.edits import edited_logits, step_run
+from compiled_sampler.pipeline.schedule import StepRun
 from compiled_sampler.pipeline.search import block_maxima, find_candidates, searched_cut
 
 
 def probability_step(mode: Mode, inputs: SampleInputs, run: Run = call) -> ProbabilityOutputs:
     """The distribution that ``sample_step`` draws from, float32 ``[R, V]``; arguments as there."""
-    is_edited = inputs.edits is not None
-    schedule = schedule_for(mode, inputs.logits.shape[0], inputs.logits.device, is_edited=is_edited)
-    row_slots = row_slots_of(inputs)
+    run, row_slots = step_run(mode, inputs, run), row_slots_of(inputs)
 
     def law_of(logits: Tensor, row_slots: RowSlots) -> Law:
-        return summed(mode, row_law(schedule, logits, row_slots, run)[0], run)
+        return summed(run, row_law(run, logits, row_slots)[0])
 
     def probabilities_of_chunk(logits: Tensor, row_slots: RowSlots, edits: EditInputs | None) -> ProbabilityOutputs:
-        logits = edited_logits(schedule, logits, row_slots, edits, run)
+        logits = edited_logits(run, logits, row_slots, edits)
         law = law_of(logits, row_slots)
-        return run(probabilities, logits, law, row_slots, vocab_size=mode.vocab_size)
+        return run(probabilities, logits, law, row_slots, **run.vocab)
 
-    if is_edited or not fuses(run):
-        return in_chunks(schedule, run, probabilities_of_chunk, inputs.logits, row_slots, inputs.edits)
-    law = in_chunks(schedule, run, law_of, inputs.logits, row_slots)  # as large as a result are the results alone
-    return run(probabilities, inputs.logits, law, row_slots, vocab_size=mode.vocab_size)
+    if inputs.edits is not None or not run.fuses:
+        return in_chunks(run, probabilities_of_chunk, inputs.logits, row_slots, inputs.edits)
+    law = in_chunks(run, law_of, inputs.logits, row_slots)  # as large as a result are the results alone
+    return run(probabilities, inputs.logits, law, row_slots, **run.vocab)
 
 
-def row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:
+def row_law(run: StepRun, logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
     """The law of every row ``[R]``, and its candidates if these hold every token that the filters keep."""
     # The law's sums may not be taken yet (sum_law); candidates are packed keys, int64 [R, C], or None.
-    mode = schedule.mode
+    mode = run.mode
     if mode.searches:
-        cut, search_inputs = searched_cut(schedule, logits, row_slots, run)
-        weights = run(weight_blocks, logits, cut, **schedule.order.blocks)
+        cut, search_inputs = searched_cut(run, logits, row_slots)
+        weights = run(weight_blocks, logits, cut, **run.schedule.order.blocks)
         return LawBlocks(cut, weights, search_inputs.nan_bits), None
     if mode.capacity:
-        candidates = find_candidates(schedule, logits, row_slots, run)
+        candidates = find_candidates(run, logits, row_slots)
         draw_inputs = (candidates.tokens, candidates.nan_bits, row_slots, candidates.row_mass)
-        return run(candidate_law, *draw_inputs, by_bits=schedule.by_triton), candidates.tokens
-    blocks = block_maxima(schedule, logits, run, names=True)
-    return unfiltered_law(schedule, logits, blocks, row_slots, None, run), None
+        return run(candidate_law, *draw_inputs, by_bits=run.schedule.by_triton), candidates.tokens
+    blocks = block_maxima(run, logits, names=True)
+    return unfiltered_law(run, logits, blocks, row_slots, None), None
 
 
-def summed(mode: Mode, law: AnyLaw, run: Run) -> Law:
+def summed(run: StepRun, law: AnyLaw) -> Law:
     """The law with its sums taken; in no stage where they are, as Inductor compiles none that returns its arguments."""
-    return law if isinstance(law, Law) else run(sum_law, law, filters_min_p=mode.filters_min_p)
+    return law if isinstance(law, Law) else run(sum_law, law, filters_min_p=run.mode.filters_min_p)
 
 
-def chunked_row_law(schedule: Schedule, logits: Tensor, row_slots: RowSlots, run: Run) -> tuple[AnyLaw, Tensor | None]:
+def chunked_row_law(run: StepRun, logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
     """``row_law``, in chunks of rows where there are many."""
-
-    def law_of_chunk(logits: Tensor, row_slots: RowSlots) -> tuple[AnyLaw, Tensor | None]:
-        return row_law(schedule, logits, row_slots, run)
-
-    return in_chunks(schedule, run, law_of_chunk, logits, row_slots)
+    return in_chunks(run, partial(row_law, run), logits, row_slots)
 
 
-def probability_law(schedule: Schedule, values: Tensor, run: Run, *, looks: bool) -> AnyLaw:
+def probability_law(run: StepRun, values: Tensor, *, looks: bool) -> AnyLaw:
     """The law of rows of probabilities; ``looks`` as ``probability_blocks``."""
-    static = {**schedule.order.blocks_by_bits, "looks": looks}
-    law: LawBlocks = run(probability_blocks, values, **static)
-    return law
+    return run(probability_blocks, values, **run.schedule.order.blocks_by_bits, looks=looks)
 
 
 def unfiltered_law(
-    schedule: Schedule,
-    logits: Tensor | DraftTable,
-    blocks: BlockMaxima,
-    row_slots: RowSlots,
-    row_ids: Tensor | None,
-    run: Run,
+    run: StepRun, logits: Tensor | DraftTable, blocks: BlockMaxima, row_slots: RowSlots, row_ids: Tensor | None
 ) -> UnfilteredLaw:
     """The law of rows ``[n]`` in a mode without top-k and top-p, with sums not yet taken."""
     keys = blocks.keys
-    if schedule.row_max_kernel:
+    if run.schedule.row_max_kernel:
         keys = run(coarser_keys, keys, ratio=keys.shape[1])
-    static = {"filters_min_p": schedule.mode.filters_min_p, "per_block": schedule.by_triton}
-    weights = run(unfiltered_weights, logits, row_ids, keys, row_slots, **schedule.order.blocks, **static)
+    static = {"filters_min_p": run.mode.filters_min_p, "per_block": run.schedule.by_triton}
+    weights = run(unfiltered_weights, logits, row_ids, keys, row_slots, **run.schedule.order.blocks, **static)
     return UnfilteredLaw(blocks, row_slots, weights)

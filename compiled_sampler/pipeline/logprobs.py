@@ -7,13 +7,11 @@ found as for a draw, and one pass sums the kept tokens. A rank takes a pass of i
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from compiled_sampler.core.rows import RowSlots
-from compiled_sampler.core.stage import Run
 from compiled_sampler.logprobs import LogprobInputs, LogprobOutputs, Logprobs
 from compiled_sampler.modes import CAPACITIES, Mode
 from compiled_sampler.passes.blocks import AnyLogits, values_of
@@ -37,8 +35,8 @@ from compiled_sampler.passes.logprobs import (
     top_logprobs,
 )
 from compiled_sampler.passes.maxima import order_maxima
-from compiled_sampler.pipeline.chunks import in_chunks
-from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.chunks import in_chunks, in_chunks_of
+from compiled_sampler.pipeline.schedule import StepRun, schedule_for
 from compiled_sampler.pipeline.search import block_maxima, find_candidates, ordered_candidates, searched_cut
 
 
@@ -57,26 +55,25 @@ NOTHING_FOUND = FoundLaw(None, None)
 
 
 def logprobs_of(
-    schedule: Schedule,
+    run: StepRun,
     raw_logits: Tensor,
     edited_logits: Tensor,
     row_slots: RowSlots,
     token_ids: Tensor,
     asked: LogprobInputs,
-    run: Run,
 ) -> LogprobOutputs:
     """The logprobs of each row, ``[R]`` or ``[R, n]``, in chunks of rows where there are many."""
     # They depend on the row's logits and its request alone, and reading them changes no token.
-    assert not schedule.mode.from_probabilities
+    assert not run.mode.from_probabilities
     assert (asked.given_ids is None) == (asked.wanted.token_ids is None)
 
     def chunk_logprobs(
         raw: Tensor, edited: Tensor, row_slots: RowSlots, token_ids: Tensor, given_ids: Tensor | None
     ) -> LogprobOutputs:
         chunk_asked = asked._replace(given_ids=given_ids)
-        return logprobs_of_chunk(schedule, (raw, edited), row_slots, token_ids, chunk_asked, NOTHING_FOUND, run)
+        return logprobs_of_chunk(run, (raw, edited), row_slots, token_ids, chunk_asked, NOTHING_FOUND)
 
-    return in_chunks(schedule, run, chunk_logprobs, raw_logits, edited_logits, row_slots, token_ids, asked.given_ids)
+    return in_chunks(run, chunk_logprobs, raw_logits, edited_logits, row_slots, token_ids, asked.given_ids)
 
 
 def top_mode(vocab_size: int) -> Mode:
@@ -85,42 +82,40 @@ def top_mode(vocab_size: int) -> Mode:
 
 
 def logprobs_of_chunk(
-    schedule: Schedule,
+    run: StepRun,
     logits: tuple[Tensor, AnyLogits],
     row_slots: RowSlots,
     token_ids: Tensor,
     asked: LogprobInputs,
     found: FoundLaw,
-    run: Run,
 ) -> LogprobOutputs:
     """``logprobs_of`` of the raw and the edited logits of a chunk of rows, of which a draw has found something."""
     wanted, given_ids, processed_scale = asked
-    (raw, edited), (kept, ordered, _) = logits, with_kept(schedule, logits[1], row_slots, wanted, found, run)
+    (raw, edited), (kept, ordered, _) = logits, with_kept(run, logits[1], row_slots, wanted, found)
     x = raw if wanted.of == "raw" else edited
     if wanted.of == "filtered":
         assert kept is not None
         law = kept
     else:
-        law = _unfiltered(schedule, x, row_slots, wanted, processed_scale, run)
-    before = run(tokens_before, x, token_ids, **schedule.order.blocks) if wanted.rank else None
+        # all visible tokens, at temperature 1 or at that of the request
+        scale = run(law_scale, row_slots, processed_scale) if wanted.of == "processed" else None
+        sums = {**run.vocab, "moment": wanted.entropy, "by_bits": run.schedule.order.by_bits}
+        law = run(sum_block_laws, run(law_in_blocks, x, scale, **sums), scale)
+    before = run(tokens_before, x, token_ids, **run.schedule.order.blocks) if wanted.rank else None
     static = {name: getattr(wanted, name) for name in ("entropy", "num_kept", "boundary")}
     inputs = Asked(token_ids, given_ids, before)
-    logprobs: LogprobOutputs = run(
-        logprobs_from_kept, x, row_slots, law, kept, inputs, vocab_size=schedule.mode.vocab_size, **static
-    )
+    logprobs = run(logprobs_from_kept, x, row_slots, law, kept, inputs, **run.vocab, **static)
     if not wanted.top:
         return logprobs
-    first = first_tokens(schedule, x, ordered if x is edited else None, wanted.top, run)
+    first = first_tokens(run, x, ordered if x is edited else None, wanted.top)
     top_ids, top = run(top_logprobs, row_slots, law, first, top=wanted.top)
     return logprobs._replace(top_token_ids=top_ids, top=top)
 
 
-def with_kept(
-    schedule: Schedule, edited: AnyLogits, row_slots: RowSlots, wanted: Logprobs, found: FoundLaw, run: Run
-) -> FoundLaw:
+def with_kept(run: StepRun, edited: AnyLogits, row_slots: RowSlots, wanted: Logprobs, found: FoundLaw) -> FoundLaw:
     """What a draw has found, with the kept tokens of each row ``[R]`` if these are asked for."""
     is_known = found.kept is not None or not wanted.reads_filters
-    return found if is_known else FoundLaw(*_filtered(schedule, edited, row_slots, wanted, found.cut, run))
+    return found if is_known else FoundLaw(*_filtered(run, edited, row_slots, wanted, found.cut))
 
 
 def sums_kept(mode: Mode, wanted: Logprobs) -> bool:
@@ -130,65 +125,49 @@ def sums_kept(mode: Mode, wanted: Logprobs) -> bool:
     return mode.draws and is_summed and wanted.reads_filters and not (mode.searches or mode.capacity)
 
 
-def _unfiltered(
-    schedule: Schedule,
-    logits: AnyLogits,
-    row_slots: RowSlots,
-    wanted: Logprobs,
-    processed_scale: Tensor | None,
-    run: Run,
-) -> Kept:
-    """All visible tokens of each row ``[R]``, at temperature 1 or at that of the request."""
-    scale = run(law_scale, row_slots, processed_scale) if wanted.of == "processed" else None
-    static = {"vocab_size": schedule.mode.vocab_size, "moment": wanted.entropy, "by_bits": schedule.order.by_bits}
-    return run(sum_block_laws, run(law_in_blocks, logits, scale, **static), scale)
-
-
 def _filtered(
-    schedule: Schedule, logits: AnyLogits, row_slots: RowSlots, wanted: Logprobs, cut: Cut | None, run: Run
+    run: StepRun, logits: AnyLogits, row_slots: RowSlots, wanted: Logprobs, cut: Cut | None
 ) -> tuple[Kept, Tensor | None]:
     """The tokens of each row that the filters keep ``[R]``, and the row's candidates in their order, if found."""
     # Without top-k and top-p the draw may have found the cut.
-    mode = schedule.mode
+    mode = run.mode
     sums = {"moment": wanted.entropy and wanted.of == "filtered", "num_kept": wanted.num_kept, "last": wanted.boundary}
     if mode.searches:
         assert isinstance(logits, Tensor)
-        searched, search_inputs = searched_cut(schedule, logits, row_slots, run)
-        return _summed(schedule, logits, searched, run, **sums), search_inputs.ordered
+        searched, search_inputs = searched_cut(run, logits, row_slots)
+        return _summed(run, logits, searched, **sums), search_inputs.ordered
     if mode.capacity:
-        candidates = find_candidates(schedule, logits, row_slots, run)
-        kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_bits=schedule.by_triton)
+        candidates = find_candidates(run, logits, row_slots)
+        kept = run(kept_candidates, candidates.tokens, row_slots, candidates.row_mass, by_bits=run.schedule.by_triton)
         return kept, candidates.tokens
     if not sums_kept(mode, wanted):
-        return run(greedy_kept, block_maxima(schedule, logits, run, names=True), row_slots), None
+        return run(greedy_kept, block_maxima(run, logits, names=True), row_slots), None
     if cut is None:
-        blocks = block_maxima(schedule, logits, run, names=True)
+        blocks = block_maxima(run, logits, names=True)
         cut, _ = run(unfiltered_cut, blocks, row_slots, filters_min_p=mode.filters_min_p)
-    return _summed(schedule, logits, cut, run, **{**sums, "last": sums["last"] and mode.filters_min_p}), None
+    return _summed(run, logits, cut, **{**sums, "last": sums["last"] and mode.filters_min_p}), None
 
 
-def _summed(
-    schedule: Schedule, logits: AnyLogits, cut: Cut, run: Run, *, moment: bool, num_kept: bool, last: bool
-) -> Kept:
+def _summed(run: StepRun, logits: AnyLogits, cut: Cut, *, moment: bool, num_kept: bool, last: bool) -> Kept:
     """The tokens that a cut keeps and their sums ``[R]``, in one pass over the rows."""
-    static = {**schedule.mass.blocks, "moment": moment, "num_kept": num_kept, "last": last}
+    static = {**run.schedule.mass.blocks, "moment": moment, "num_kept": num_kept, "last": last}
     return run(sum_kept, run(kept_in_blocks, logits, cut, **static))
 
 
-def first_tokens(schedule: Schedule, logits: AnyLogits, ordered: Tensor | None, count: int, run: Run) -> Tensor:
+def first_tokens(run: StepRun, logits: AnyLogits, ordered: Tensor | None, count: int) -> Tensor:
     """At least the first ``count`` tokens of each row's order, or all: int64 ``[R, n]`` packed, in descending order."""
-    vocab_size, most = schedule.mode.vocab_size, CAPACITIES[0]
+    vocab_size, most = run.mode.vocab_size, CAPACITIES[0]
     if ordered is not None and ordered.shape[1] >= min(count, vocab_size):
         return ordered
     values = values_of(logits)
-    narrow = schedule_for(top_mode(vocab_size), values.shape[0], values.device)
+    narrow = StepRun(run, schedule_for(top_mode(vocab_size), values.shape[0], values.device))
     if min(count, vocab_size) <= most:
-        blocks = run(order_maxima, logits, **narrow.stored.reduction)
-        return ordered_candidates(narrow, logits, blocks.keys, run)
+        blocks = run(order_maxima, logits, **narrow.schedule.stored.reduction)
+        return ordered_candidates(narrow, logits, blocks.keys)
 
     def sorted_rows(logits: AnyLogits) -> Tensor:
         packed = run(all_blocks, logits, vocab_size=vocab_size, size=1)
-        return run(sort if narrow.by_triton else select, packed, count=min(count, vocab_size))
+        return run(sort if narrow.schedule.by_triton else select, packed, count=min(count, vocab_size))
 
-    few = replace(schedule, chunk_rows=schedule.eager_chunk_rows)  # a packed key for each token, several times
-    return in_chunks(few, run, sorted_rows, logits)
+    # A packed key for each token, several times, also where stages are compiled.
+    return in_chunks_of(run.schedule.eager_chunk_rows, sorted_rows, logits)

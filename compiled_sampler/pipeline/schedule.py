@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
+from compiled_sampler.core.stage import Other, Result, Run
 from compiled_sampler.exact.triton import ENTRY_BYTES, launch_class, list_stride, part_tiles
 from compiled_sampler.modes import Mode
 from compiled_sampler.passes.candidates import FAN_OUT, MOST_CHOSEN, STORED_BLOCK
@@ -208,6 +210,31 @@ class Schedule:
         return self.picks_by != "choose"
 
 
+class StepRun(Run):
+    """How a step runs its stages: as another run does, by a schedule."""
+
+    def __init__(self, run: Run, schedule: Schedule) -> None:
+        super().__init__(run, fuses=run.fuses)
+        self._run, self.schedule, self.mode = run, schedule, schedule.mode
+        self.vocab = {"vocab_size": schedule.mode.vocab_size}
+        """The static argument of stages that read rows, but not in blocks."""
+
+    @property
+    def lists(self) -> bool:
+        """As the other run."""
+        return self._run.lists
+
+    def any_row(self, flags: Tensor) -> bool:
+        """As the other run."""
+        return self._run.any_row(flags)
+
+    def overlap(
+        self, device: torch.device, first: Callable[[], Result], second: Callable[[], Other]
+    ) -> tuple[Result, Other]:
+        """As the other run."""
+        return self._run.overlap(device, first, second)
+
+
 def is_gpu(device: torch.device) -> bool:
     """Whether kernels for the device are Triton's rather than C++: the only test of a device in the pipeline."""
     return device.type == "cuda"
@@ -280,7 +307,8 @@ def _resolved(mode: Mode, rows: int, triton: bool, is_cuda: bool, is_edited: boo
         # the bound of a NaN must be above all others: CUDA's arithmetic gives a NaN a positive sign
         races_by_bounds=by_bounds,
         reads_masks=has_masks and triton,  # C++ copies faster than it loads single bits
-        copies_with_maxima=triton and size % STORED_BLOCK == 0 and _takes_maxima(rows, mode),
+        # a greedy row alone is faster by two passes, 5.2 us instead of 5.4
+        copies_with_maxima=triton and size % STORED_BLOCK == 0 and (narrows or (not mode.draws and rows > 1)),
         levels=_levels(size, triton) if narrows else (),
         picks_by="rank" if few and narrows else "choose" if triton else "select",
         fuses_levels=triton and narrows and not few and _are_fused(rows, mode),
@@ -336,11 +364,6 @@ def _are_fused(rows: int, mode: Mode) -> bool:
     beside_a_pass = mode.searches or mode.base_is_row
     fits = mode.capacity * FAN_OUT <= MOST_CHOSEN
     return fits and (not beside_a_pass or (rows >= _MANY_ROWS and mode.vocab_size <= _SHORT_ROW))
-
-
-def _takes_maxima(rows: int, mode: Mode) -> bool:
-    """Whether the maxima of a copy are worth their pass: a greedy row is faster by two, 5.2 us instead of 5.4."""
-    return mode.capacity > 0 or (not mode.draws and rows > 1)
 
 
 def _levels(vocab_size: int, triton: bool) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.rows import RowSlots
-from compiled_sampler.core.stage import Run, call, overlap
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.recording import cut_at_stop
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import Mode
@@ -33,10 +33,10 @@ from compiled_sampler.pipeline.chunks import in_chunks
 from compiled_sampler.pipeline.edits import edited_logits
 from compiled_sampler.pipeline.law import chunked_row_law, probability_law, summed, unfiltered_law
 from compiled_sampler.pipeline.sample import Draw, edit_and_draw
-from compiled_sampler.pipeline.schedule import Schedule
+from compiled_sampler.pipeline.schedule import StepRun
 from compiled_sampler.pipeline.verify_rows import (
     VerifyRows,
-    VerifySchedules,
+    VerifyRun,
     emitted_logprobs,
     in_request_chunks,
     padded_to_two,
@@ -45,7 +45,7 @@ from compiled_sampler.pipeline.verify_rows import (
     rows_of,
     slots_of,
     target_logits,
-    verify_schedules,
+    verify_run,
     with_logprobs,
 )
 from compiled_sampler.speculation.acceptance import Judged, Proposal, carried_ratio, judge_drafts, judge_prefixes
@@ -88,14 +88,14 @@ def verify_step(mode: Mode, inputs: VerifyInputs, run: Run = call, draw: Draw = 
 
 def _verify(mode: Mode, inputs: VerifyInputs, run: Run, draw: Draw) -> VerifyOutputs:
     """``verify_step`` of all requests at once."""
-    schedules = verify_schedules(mode, inputs)
-    rows = rows_of(schedules, inputs, run)
+    run = verify_run(mode, inputs, run)
+    rows = rows_of(run, inputs)
     if mode.matches_drafts:
-        outputs, row_logprobs = _matched(schedules, inputs, rows, run, draw)
+        outputs, row_logprobs = _matched(run, inputs, rows, draw)
     else:
         with ExitStack() as undo:
-            target, proposal = _laws(schedules, inputs, rows, run, undo)
-            outputs, row_logprobs = _judged(schedules, inputs, rows, target, proposal, run)
+            target, proposal = _laws(run, inputs, rows, undo)
+            outputs, row_logprobs = _judged(run, inputs, rows, target, proposal)
     if inputs.parents is not None and outputs.node_ids is None:  # no request has a draft
         outputs = outputs._replace(node_ids=inputs.parents)
     if inputs.stops is not None:
@@ -104,107 +104,92 @@ def _verify(mode: Mode, inputs: VerifyInputs, run: Run, draw: Draw) -> VerifyOut
 
 
 def _matched(
-    schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, run: Run, draw: Draw
+    run: VerifyRun, inputs: VerifyInputs, rows: VerifyRows, draw: Draw
 ) -> tuple[VerifyOutputs, LogprobOutputs | None]:
     """The outputs of the rule ``match``, and logprobs of rows ``[R]`` if asked for."""
-    schedule, slots, drafts = schedules.rows, inputs.slots, inputs.draft_token_ids
+    mode, slots, drafts = run.mode, inputs.slots, inputs.draft_token_ids
     layout, tree, edits, noise = rows
-    if schedule.mode.from_probabilities:
-        law = probability_law(schedule, inputs.logits, run, looks=True)
+    if mode.from_probabilities:
+        law = probability_law(run.rows, inputs.logits, looks=True)
         final = run(every_row_final, law, layout, inputs.table)
-        winners = _final_winners(schedule, inputs.logits, values=None, final=final, run=run)
+        winners = run(final_winners, inputs.logits, None, final, **run.rows.schedule.final.blocks_by_bits)
         draws = run(draw_from_final_blocks, *winners, final)
     else:
         sampled = SampleInputs(inputs.logits, layout.slots, layout.positions, inputs.table)
-        draws = draw(schedule, sampled._replace(edits=edits, logprobs=inputs.logprobs, noise=noise), run)
+        draws = draw(run.rows, sampled._replace(edits=edits, logprobs=inputs.logprobs, noise=noise))
     tokens = draws._replace(logprobs=None)
     if tree is not None:
-        static = {"vocab_size": schedule.mode.vocab_size}
-        return run(emit_path, tokens, layout, tree, slots, drafts, **static), draws.logprobs
-    return run(emit_matches, tokens, layout, slots, drafts, vocab_size=schedule.mode.vocab_size), draws.logprobs
+        return run(emit_path, tokens, layout, tree, slots, drafts, **run.vocab), draws.logprobs
+    return run(emit_matches, tokens, layout, slots, drafts, **run.vocab), draws.logprobs
 
 
 def _judged(
-    schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, target: _Target, proposal: Proposal, run: Run
+    run: VerifyRun, inputs: VerifyInputs, rows: VerifyRows, target: _Target, proposal: Proposal
 ) -> tuple[VerifyOutputs, LogprobOutputs | None]:
     """The outputs of a rule that compares laws, and logprobs of rows ``[R]`` if asked for."""
     slots, drafts, node_ids, values = inputs.slots, inputs.draft_token_ids, None, proposal.values
     if rows.tree is None:
-        final = _final_of_chains(schedules, inputs, rows.layout, target, proposal, run)
+        final = _final_of_chains(run, inputs, rows.layout, target, proposal)
     else:
-        final, node_ids, drafts = _final_of_trees(schedules, inputs, rows.layout, rows.tree, target, proposal, run)
+        final, node_ids, drafts = _final_of_trees(run, inputs, rows.layout, rows.tree, target, proposal)
     if target.ordered is not None:
-        vocab = {"vocab_size": schedules.rows.mode.vocab_size}
-        outputs = run(emit_from_final_candidates, target.ordered, values, final, slots, drafts, **vocab)
+        outputs = run(emit_from_final_candidates, target.ordered, values, final, slots, drafts, **run.vocab)
     else:
-        winners = _final_winners(schedules.requests, target.logits, values, final, run)
+        winners = run(final_winners, target.logits, values, final, **run.schedule.final.blocks_by_bits)
         outputs = run(emit_from_final_blocks, *winners, final, slots, drafts)
     outputs = outputs._replace(node_ids=node_ids)
-    return outputs, emitted_logprobs(schedules.rows, target.logits, inputs, outputs, run)
+    return outputs, emitted_logprobs(run.rows, target.logits, inputs, outputs)
 
 
 def _final_of_chains(
-    schedules: VerifySchedules, inputs: VerifyInputs, layout: Layout, target: _Target, proposal: Proposal, run: Run
+    run: VerifyRun, inputs: VerifyInputs, layout: Layout, target: _Target, proposal: Proposal
 ) -> Final:
     """The final row of each request, whose drafts are a chain."""
-    mode, drafts, values = schedules.rows.mode, inputs.draft_token_ids, proposal.values
-    vocab, (logits, law, ordered) = {"vocab_size": mode.vocab_size}, target
+    mode, drafts, values, (logits, law, ordered) = run.mode, inputs.draft_token_ids, proposal.values, target
     requests = slots_of(inputs.table, inputs)
     by_draft, rule = _has_law_by_draft(mode), {"filters_min_p": mode.filters_min_p, "rates": mode.rule == "block"}
-    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **vocab, **rule, by_draft=by_draft)
+    judged = run(judge_drafts, logits, law, proposal, layout, inputs.table, **run.vocab, **rule, by_draft=by_draft)
     carry = prefixes = None
     if judged.ratio is not None:  # the rule block, which tests whole prefixes by what they leave of the target's law
         carry = run(carried_ratio, judged.ratio, layout, drafts)
-        sums = _residual_sums(schedules.rows, logits, ordered, values, judged, carry, layout, run)
+        sums = _residual_sums(run.rows, logits, ordered, values, judged, carry, layout)
         prefixes = run(judge_prefixes, sums, carry, judged.is_possible, layout, inputs.table)
-    return run(final_rows, judged, carry, prefixes, layout, requests, drafts, **vocab, by_draft=by_draft)
+    return run(final_rows, judged, carry, prefixes, layout, requests, drafts, **run.vocab, by_draft=by_draft)
 
 
 def _final_of_trees(
-    schedules: VerifySchedules,
-    inputs: VerifyInputs,
-    layout: Layout,
-    tree: Tree,
-    target: _Target,
-    proposal: Proposal,
-    run: Run,
+    run: VerifyRun, inputs: VerifyInputs, layout: Layout, tree: Tree, target: _Target, proposal: Proposal
 ) -> tuple[Final, Tensor, Tensor]:
     """The final row of each request, by one test of each at a time from the root on; nodes and drafts of its path."""
-    mode, drafts, values = schedules.rows.mode, inputs.draft_token_ids, proposal.values
-    vocab, (logits, law, ordered) = {"vocab_size": mode.vocab_size}, target
+    drafts, values, (logits, law, ordered) = inputs.draft_token_ids, proposal.values, target
     requests = slots_of(inputs.table, inputs)
     assert values is not None
     assert proposal.law is not None  # one-hot drafts are refused
-    laws = summed(mode, law, run), summed(mode, proposal.law, run)
-    nodes, walk = run(judge_nodes, logits, *laws, values, layout, tree, requests, drafts, **vocab)
+    laws = summed(run, law), summed(run, proposal.law)
+    nodes, walk = run(judge_nodes, logits, *laws, values, layout, tree, requests, drafts, **run.vocab)
     for _ in range(drafts.shape[1]):
         rows = walk.row_ids, walk.proposals
         if ordered is not None:
-            sums = run(residual_of_walked_candidates, ordered, values, *laws, walk.debt, rows, **vocab)
+            sums = run(residual_of_walked_candidates, ordered, values, *laws, walk.debt, rows, **run.vocab)
         else:
-            blocks = schedules.requests.mass.blocks
+            blocks = run.schedule.mass.blocks
             sums = run(residual_of_walked_blocks, logits, values, *laws, walk.debt, rows, **blocks)
         walk = run(walk_on, walk, sums, nodes, tree, layout)
-    return run(final_of_walk, walk, nodes, *laws, layout, tree, requests, drafts, **vocab)
+    return run(final_of_walk, walk, nodes, *laws, layout, tree, requests, drafts, **run.vocab)
 
 
-def _laws(
-    schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, run: Run, undo: ExitStack
-) -> tuple[_Target, Proposal]:
+def _laws(run: VerifyRun, inputs: VerifyInputs, rows: VerifyRows, undo: ExitStack) -> tuple[_Target, Proposal]:
     """The target and the proposal, each with its law; the two are independent and may overlap on two streams."""
     # In a chunk they do not: what two streams have read is free only when both are done, and no chunk waits for that.
-    mode = schedules.rows.mode
+    mode = run.mode
     target = _judging_target if _has_law_by_draft(mode) and inputs.parents is None else _target
     values = proposed(mode, inputs)
     if values is None:
-        return target(schedules, inputs, rows, run, undo), Proposal(None, None)
-    chains = (
-        lambda: target(schedules, inputs, rows, run, undo),
-        lambda: proposal_of(schedules, inputs, rows, values, run),
-    )
+        return target(run, inputs, rows, undo), Proposal(None, None)
+    chains = (lambda: target(run, inputs, rows, undo), lambda: proposal_of(run, inputs, rows, values))
     if inputs.rows is not None:
         return chains[0](), chains[1]()
-    return overlap(run, inputs.logits.device, *chains)
+    return run.overlap(inputs.logits.device, *chains)
 
 
 def _has_law_by_draft(mode: Mode) -> bool:
@@ -214,49 +199,33 @@ def _has_law_by_draft(mode: Mode) -> bool:
     return mode.rule == "rejection" and unfiltered
 
 
-def _target(schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, run: Run, undo: ExitStack) -> _Target:
+def _target(run: VerifyRun, inputs: VerifyInputs, rows: VerifyRows, undo: ExitStack) -> _Target:
     """The target's law of every row ``[R]``, from probabilities or from filtered logits."""
-    schedule = schedules.rows
-    if schedule.mode.from_probabilities:
-        return _Target(inputs.logits, probability_law(schedule, inputs.logits, run, looks=True), None)
+    if run.mode.from_probabilities:
+        return _Target(inputs.logits, probability_law(run.rows, inputs.logits, looks=True), None)
     row_slots = slots_of(inputs.table, rows.layout)
-    logits = edited_logits(schedule, target_logits(inputs), row_slots, rows.edits, run, undo)
-    return _Target(logits, *chunked_row_law(schedule, logits, row_slots, run))
+    logits = edited_logits(run.rows, target_logits(inputs), row_slots, rows.edits, undo)
+    return _Target(logits, *chunked_row_law(run.rows, logits, row_slots))
 
 
-def _judging_target(
-    schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, run: Run, undo: ExitStack
-) -> _Target:
+def _judging_target(run: VerifyRun, inputs: VerifyInputs, rows: VerifyRows, undo: ExitStack) -> _Target:
     """The target's law of the rows that judge a draft, ``[D]``, without filters."""
-    schedule, (layout, _, edits, _) = schedules.drafts, rows
+    layout, edits = rows.layout, rows.edits
     row_slots, judging = slots_of(inputs.table, layout), slots_of(inputs.table, layout.trials)
-    logits = edited_logits(schedules.rows, target_logits(inputs), row_slots, edits, run, undo)
+    logits = edited_logits(run.rows, target_logits(inputs), row_slots, edits, undo)
 
     def law_of_chunk(row_ids: Tensor, judging: RowSlots) -> AnyLaw:
-        blocks = run(order_maxima_of, logits, row_ids, **schedule.order.reduction)
-        return unfiltered_law(schedule, logits, blocks, judging, row_ids, run)
+        blocks = run(order_maxima_of, logits, row_ids, **run.drafts.schedule.order.reduction)
+        return unfiltered_law(run.drafts, logits, blocks, judging, row_ids)
 
-    return _Target(logits, in_chunks(schedule, run, law_of_chunk, layout.trials.row_ids, judging), None)
-
-
-def _final_winners(schedule: Schedule, logits: Tensor, values: Values, final: Final, run: Run) -> tuple[Tensor, Tensor]:
-    winners: tuple[Tensor, Tensor] = run(final_winners, logits, values, final, **schedule.final.blocks_by_bits)
-    return winners
+    return _Target(logits, in_chunks(run.drafts, law_of_chunk, layout.trials.row_ids, judging), None)
 
 
 def _residual_sums(
-    schedule: Schedule,
-    logits: Tensor,
-    ordered: Tensor | None,
-    values: Values,
-    judged: Judged,
-    carry: Tensor,
-    layout: Layout,
-    run: Run,
+    run: StepRun, logits: Tensor, ordered: Tensor | None, values: Values, judged: Judged, carry: Tensor, layout: Layout
 ) -> Tensor:
     """Parts of the residual sum of every row, int64 ``[R, n]``, in units of ``1 / UNIT``, for the rule ``block``."""
     if ordered is not None:
-        vocab_size = schedule.mode.vocab_size
-        return run(residual_of_candidates, ordered, values, judged, carry, layout, vocab_size=vocab_size)
+        return run(residual_of_candidates, ordered, values, judged, carry, layout, **run.vocab)
     rows = logits, judged.law, carry, layout.drafts, layout.proposals
-    return run(residual_of_blocks, values, judged.proposed, *rows, **schedule.mass.blocks)
+    return run(residual_of_blocks, values, judged.proposed, *rows, **run.schedule.mass.blocks)

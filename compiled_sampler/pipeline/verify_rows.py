@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_sampler.batch import AnyTable, DraftTable, PickedRows, RequestRows, VerifyInputs, VerifyOutputs
 from compiled_sampler.core.rows import RowSlots, take
-from compiled_sampler.core.stage import Run, fuses
+from compiled_sampler.core.stage import Run
 from compiled_sampler.edits.tables import EditInputs, NoiseInputs
 from compiled_sampler.logprobs import LogprobOutputs
 from compiled_sampler.modes import PROCESSED, Mode, edits_drafts, proposing
@@ -26,7 +26,7 @@ from compiled_sampler.pipeline.chunks import in_chunks, in_chunks_to, map_rows, 
 from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, makes_copy
 from compiled_sampler.pipeline.law import chunked_row_law, probability_law, row_law, unfiltered_law
 from compiled_sampler.pipeline.logprobs import logprobs_of
-from compiled_sampler.pipeline.schedule import Schedule, request_ends, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, StepRun, request_ends, schedule_for
 from compiled_sampler.speculation.acceptance import Proposal
 from compiled_sampler.speculation.emission import by_request, emitted_rows
 from compiled_sampler.speculation.row_layout import (
@@ -45,15 +45,15 @@ from compiled_sampler.speculation.row_layout import (
 from compiled_sampler.speculation.trees import Tree, first_ways, row_paths, tree_of, tree_rows, tree_trials
 
 
-class VerifySchedules(NamedTuple):
-    """The schedules for the three batch sizes that a verification reads."""
+class VerifyRun(StepRun):
+    """How a verification runs its stages: its own schedule is for N rows, the final row of each request."""
 
-    rows: Schedule
-    """For the R rows of logits."""
-    drafts: Schedule
-    """For D rows, one per draft: the rows of the proposals, and in a mode without filters the target's that judge."""
-    requests: Schedule
-    """For N rows, the final row of each request."""
+    def __init__(self, run: Run, requests: Schedule, rows: Schedule, drafts: Schedule) -> None:
+        super().__init__(run, requests)
+        self.rows = StepRun(run, rows)
+        """For the R rows of logits."""
+        self.drafts = StepRun(run, drafts)
+        """For D rows, one per draft: of the proposals, and in a mode without filters the target's that judge."""
 
 
 class VerifyRows(NamedTuple):
@@ -86,7 +86,7 @@ def in_request_chunks(
         chunk = chunk._replace(slots=slots, positions=positions, num_drafts=num_drafts, draft_token_ids=drafts)
         return verify(chunk._replace(parents=parents))
 
-    searched = verify_schedules(mode, inputs).requests.searches_requests
+    searched = verify_run(mode, inputs, run).schedule.searches_requests
     starts = run(request_starts, inputs.num_drafts, searched=searched)
     requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids, inputs.parents
     return in_chunks_to(ends, verified_chunk, *requests, starts)
@@ -95,7 +95,7 @@ def in_request_chunks(
 def padded_to_two(inputs: VerifyInputs, run: Run, verify: Callable[[VerifyInputs], VerifyOutputs]) -> VerifyOutputs:
     """The results of a verification, of compiled stages for two requests and two rows at least."""
     # Stages for one would be a third of the kernels. So a single request gets one of padding, and a single row too.
-    if not fuses(run):
+    if not run.fuses:
         return verify(inputs)
     requests = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids, inputs.parents
     if is_single := inputs.slots.shape[0] == 1:
@@ -120,13 +120,10 @@ def _two_rows(values: Tensor) -> Tensor:
 def _ends(mode: Mode, inputs: VerifyInputs) -> list[int]:
     """Where chunks of requests end; one of all requests where no edit copies rows."""
     (requests, width), edits = inputs.draft_token_ids.shape, inputs.edits
-    if edits is None or not (makes_copy(inputs.logits, edits) or _copies_drafts(mode, inputs)):
+    copies_drafts = edits_drafts(mode) and proposed(mode, inputs) is not None
+    if edits is None or not (copies_drafts or makes_copy(inputs.logits, edits)):
         return [requests]
     return request_ends(mode, requests, inputs.logits.shape[0], width + 1)
-
-
-def _copies_drafts(mode: Mode, inputs: VerifyInputs) -> bool:
-    return edits_drafts(mode) and proposed(mode, inputs) is not None
 
 
 def _of_rows(mode: Mode, inputs: VerifyInputs, rows: RequestRows, run: Run) -> VerifyInputs:
@@ -140,22 +137,19 @@ def _of_rows(mode: Mode, inputs: VerifyInputs, rows: RequestRows, run: Run) -> V
     return inputs._replace(edits=edits, logprobs=logprobs, proposals=proposals, rows=rows)
 
 
-def verify_schedules(mode: Mode, inputs: VerifyInputs) -> VerifySchedules:
-    """The schedules for R rows, D drafts and N requests."""
+def verify_run(mode: Mode, inputs: VerifyInputs, run: Run) -> VerifyRun:
+    """How a verification of N requests with R rows and D drafts runs its stages."""
     logits, device, is_edited = inputs.logits, inputs.logits.device, inputs.edits is not None
 
     def schedule_of(mode: Mode, rows: int) -> Schedule:
         return schedule_for(mode, rows, device, is_edited=is_edited)
 
-    num_rows = rows_like(inputs).shape[0]
-    rows = (
-        drawing_schedule(mode, logits, inputs.edits, inputs.logprobs)
-        if mode.matches_drafts
-        else schedule_of(mode, num_rows)
-    )
-    return VerifySchedules(
-        rows, schedule_of(proposing(mode), num_trials(mode, inputs)), schedule_of(mode, inputs.slots.shape[0])
-    )
+    if mode.matches_drafts:
+        rows = drawing_schedule(mode, logits, inputs.edits, inputs.logprobs)
+    else:
+        rows = schedule_of(mode, rows_like(inputs).shape[0])
+    drafts = schedule_of(proposing(mode), num_trials(mode, inputs))
+    return VerifyRun(run, schedule_of(mode, inputs.slots.shape[0]), rows, drafts)
 
 
 def rows_like(inputs: VerifyInputs) -> Tensor:
@@ -180,17 +174,12 @@ def num_trials(mode: Mode, inputs: VerifyInputs) -> int:
     return entries if values is None else min(entries, rows_like(inputs).shape[0])
 
 
-def rows_of(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> VerifyRows:
+def rows_of(run: VerifyRun, inputs: VerifyInputs) -> VerifyRows:
     """The rows of a verification, its trials cut to the D drafts that there can be."""
     slots, positions, num_drafts, drafts = inputs.slots, inputs.positions, inputs.num_drafts, inputs.draft_token_ids
-    mode, searched, edits, noise = (
-        schedules.requests.mode,
-        schedules.requests.searches_requests,
-        inputs.edits,
-        inputs.noise,
-    )
-    vocab, tree = {"vocab_size": mode.vocab_size}, None
-    layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **vocab, searched=searched)
+    edits, noise = inputs.edits, inputs.noise
+    mode, searched, tree = run.mode, run.schedule.searches_requests, None
+    layout = run(row_layout, rows_like(inputs), slots, positions, num_drafts, drafts, **run.vocab, searched=searched)
     if inputs.parents is not None and drafts.shape[1]:
         by_node = inputs.parents, num_drafts
         tree = run(tree_of, run(first_ways, *by_node), *by_node)
@@ -201,7 +190,7 @@ def rows_of(schedules: VerifySchedules, inputs: VerifyInputs, run: Run) -> Verif
     count = num_trials(mode, inputs)
     layout = layout._replace(trials=Trials(*(field[:count] for field in layout.trials)))
     if tree is not None and (noise is not None or (edits is not None and edits.tables.history is not None)):
-        paths = run(row_paths, layout, tree, positions, drafts, **vocab)
+        paths = run(row_paths, layout, tree, positions, drafts, **run.vocab)
         edits = None if edits is None else edits._replace(paths=paths)
         noise = None if noise is None else noise._replace(paths=paths)
     return VerifyRows(layout, tree, edits, noise)
@@ -240,61 +229,55 @@ def proposed(mode: Mode, inputs: VerifyInputs) -> Tensor | PickedRows | DraftTab
 
 
 def proposal_of(
-    schedules: VerifySchedules,
-    inputs: VerifyInputs,
-    rows: VerifyRows,
-    values: Tensor | PickedRows | DraftTable,
-    run: Run,
+    run: VerifyRun, inputs: VerifyInputs, rows: VerifyRows, values: Tensor | PickedRows | DraftTable
 ) -> Proposal:
     """The proposals and their law ``[D]``; draft logits pass the target's edits and filters, unless processed."""
-    schedule, searched = schedules.drafts, schedules.requests.searches_requests
+    mode, searched = run.drafts.mode, run.schedule.searches_requests
     if isinstance(values, DraftTable):
-        return _cached_proposal(schedules, inputs, rows, values, run)
-    if rows.edits is not None and edits_drafts(schedule.mode):
-        return _edited_proposal(schedule, inputs.table, rows.layout, values, rows.edits, run)
+        return _cached_proposal(run, inputs, rows, values)
+    if rows.edits is not None and edits_drafts(mode):
+        return _edited_proposal(run.drafts, inputs.table, rows.layout, values, rows.edits)
     assert isinstance(values, Tensor)  # rows are picked for edits alone
-    if schedule.mode.drafts == "probabilities":
-        return Proposal(values, probability_law(schedule, values, run, looks=False))
+    if mode.drafts == "probabilities":
+        return Proposal(values, probability_law(run.drafts, values, looks=False))
     slots = run(proposal_slots, values, inputs.slots, inputs.num_drafts, searched=searched)
-    table = inputs.table if inputs.draft_table is None or schedule.mode.drafts != PROCESSED else inputs.draft_table
+    table = inputs.table if inputs.draft_table is None or mode.drafts != PROCESSED else inputs.draft_table
     row_slots = RowSlots(table, slots, slots)  # any positions: only noise depends on them, and a law has none
-    return Proposal(values, chunked_row_law(schedule, values, row_slots, run)[0])
+    return Proposal(values, chunked_row_law(run.drafts, values, row_slots)[0])
 
 
 def _edited_proposal(
-    schedule: Schedule, table: AnyTable, layout: Layout, values: Tensor | PickedRows, edits: EditInputs, run: Run
+    run: StepRun, table: AnyTable, layout: Layout, values: Tensor | PickedRows, edits: EditInputs
 ) -> Proposal:
     """The proposals ``[D, >=V]`` after edits, which read the position and the history of each draft, and their law."""
     row_slots = slots_of(table, layout.trials)
-    logits = edited_logits(schedule, values, row_slots, edits_of_drafts(layout, edits), run)
-    return Proposal(logits, chunked_row_law(schedule, logits, row_slots, run)[0])
+    logits = edited_logits(run, values, row_slots, edits_of_drafts(layout, edits))
+    return Proposal(logits, chunked_row_law(run, logits, row_slots)[0])
 
 
-def _cached_proposal(
-    schedules: VerifySchedules, inputs: VerifyInputs, rows: VerifyRows, table: DraftTable, run: Run
-) -> Proposal:
+def _cached_proposal(run: VerifyRun, inputs: VerifyInputs, rows: VerifyRows, table: DraftTable) -> Proposal:
     """The proposals in a draft table, and their law ``[D]``: read in place, but for the passes of top-k and top-p."""
     # The passes of top-k and top-p read all rows of a tensor, so a chunk's rows are copied for them.
-    schedule, mode, count = schedules.drafts, schedules.drafts.mode, num_trials(schedules.drafts.mode, inputs)
-    requests, searched = (inputs.slots, inputs.num_drafts), schedules.requests.searches_requests
+    mode, count = run.drafts.mode, num_trials(run.drafts.mode, inputs)
+    requests, searched = (inputs.slots, inputs.num_drafts), run.schedule.searches_requests
     slots_and_rows = run(rows_of_drafts, rows_like(inputs), *requests, table, searched=searched)
     slots, row_ids = (values[:count] for values in slots_and_rows)
     if rows.edits is not None and edits_drafts(mode):
         values = run(gathered, table, row_ids)
-        return _edited_proposal(schedule, inputs.table, rows.layout, values, rows.edits, run)
+        return _edited_proposal(run.drafts, inputs.table, rows.layout, values, rows.edits)
     row_slots = RowSlots(inputs.table, slots, slots)  # any positions, as for ``proposal_of``
 
     def law_of_chunk(row_ids: Tensor, row_slots: RowSlots) -> AnyLaw:
         if mode.searches or mode.capacity:
-            return row_law(schedule, run(gathered, table, row_ids), row_slots, run)[0]
-        blocks = run(order_maxima_of, table, row_ids, **schedule.order.reduction)
-        return unfiltered_law(schedule, table, blocks, row_slots, row_ids, run)
+            return row_law(run.drafts, run(gathered, table, row_ids), row_slots)[0]
+        blocks = run(order_maxima_of, table, row_ids, **run.drafts.schedule.order.reduction)
+        return unfiltered_law(run.drafts, table, blocks, row_slots, row_ids)
 
-    return Proposal(CachedRows(table, row_ids), in_chunks(schedule, run, law_of_chunk, row_ids, row_slots))
+    return Proposal(CachedRows(table, row_ids), in_chunks(run.drafts, law_of_chunk, row_ids, row_slots))
 
 
 def emitted_logprobs(
-    schedule: Schedule, edited: Tensor, inputs: VerifyInputs, outputs: VerifyOutputs, run: Run
+    run: StepRun, edited: Tensor, inputs: VerifyInputs, outputs: VerifyOutputs
 ) -> LogprobOutputs | None:
     """The logprobs of each row of logits ``[R]`` for the token that it emits; None if none are asked for."""
     if inputs.logprobs is None:
@@ -305,7 +288,7 @@ def emitted_logprobs(
     raw = inputs.logits
     if inputs.rows is not None:
         raw = run(gathered, raw, inputs.rows.row_ids) if inputs.logprobs.wanted.of == "raw" else edited
-    return logprobs_of(schedule, raw, edited, row_slots, rows.token_ids, inputs.logprobs, run)
+    return logprobs_of(run, raw, edited, row_slots, rows.token_ids, inputs.logprobs)
 
 
 def with_logprobs(outputs: VerifyOutputs, rows: LogprobOutputs, inputs: VerifyInputs, run: Run) -> VerifyOutputs:

@@ -18,7 +18,7 @@ from compiled_sampler.modes import Mode, mode_table, uncovered
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.race import draw_from_candidates, race_maxima, tokens_from_packed
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import StepRun, schedule_for
 from compiled_sampler.pipeline.search import candidates_and_thresholds, threshold_of
 
 VOCAB_SIZES = (1, 2, 63, 64, 127, 129, 600, 5000)
@@ -79,7 +79,7 @@ def keeping(calls: Calls, run: Run = call) -> Run:
         calls[stage] = tensors, made
         return made
 
-    return watch
+    return Run(watch)
 
 
 def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
@@ -93,9 +93,9 @@ def kept_ids(mode: Mode, inputs: SampleInputs) -> list[list[int]]:
         return [sorted(packed_id(o[k]).tolist()) for o, k in zip(ordered, keep, strict=True)]
     (logits, rows, row_max, last), _ = calls[race_maxima]
     if mode.searches:  # rows race before they are searched, if they are
-        schedule = schedule_for(mode, logits.shape[0], logits.device)
-        search_inputs = candidates_and_thresholds(schedule, logits, row_slots_of(inputs), call)
-        last = last_of(threshold_of(schedule, logits, search_inputs, call), by_key=True)
+        run = StepRun(call, schedule_for(mode, logits.shape[0], logits.device))
+        search_inputs = candidates_and_thresholds(run, logits, row_slots_of(inputs))
+        last = last_of(threshold_of(run, logits, search_inputs), by_key=True)
     ids = torch.arange(mode.vocab_size, dtype=torch.int32)
     key = admitted_key(row_logits(logits, mode.vocab_size), ids, rows, row_max, last)
     return [row.nonzero().flatten().tolist() for row in key > MASKED_KEY]

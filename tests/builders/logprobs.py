@@ -16,7 +16,7 @@ from compiled_sampler.logprobs import LAWS, LogprobInputs, LogprobOutputs, Logpr
 from compiled_sampler.modes import RULES, Mode
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.pipeline.logprobs import logprobs_of
-from compiled_sampler.pipeline.schedule import Schedule, schedule_for
+from compiled_sampler.pipeline.schedule import Schedule, StepRun, schedule_for
 from tests.oracles import oracle_logprobs as oracle
 
 EVERYTHING = [
@@ -51,7 +51,7 @@ def logprobs(
     schedule = schedule_for(mode, raw.shape[0], raw.device) if schedule is None else schedule
     ids = None if wanted.token_ids is None else torch.tensor([wanted.token_ids] * raw.shape[0], device=raw.device)
     tensors = (raw, raw if edited is None else edited, row_slots, token_ids)
-    return logprobs_of(schedule, *tensors, LogprobInputs(wanted, ids, scale), run)
+    return logprobs_of(StepRun(run, schedule), *tensors, LogprobInputs(wanted, ids, scale))
 
 
 def on_device(values: Any, device: torch.device) -> Any:

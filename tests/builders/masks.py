@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.batch import SampleInputs
+from compiled_sampler.core.stage import Run
 from compiled_sampler.edits.allowed_token_ids import AllowedIds
 from compiled_sampler.edits.bias import BiasLists
 from compiled_sampler.edits.tables import EditInputs, EditTables
@@ -90,4 +91,4 @@ def stages_watched(seen: list[str]):
         seen.append(stage.__name__)
         return without_kernels(stage, *tensors, **static)
 
-    return watch
+    return Run(watch)

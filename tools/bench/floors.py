@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import tools
+from compiled_sampler.core.stage import Run
 from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.passes.bounds import race_bounds
 from compiled_sampler.passes.race import race_maxima
@@ -56,8 +57,6 @@ SMALL: dict[tuple[str, int | None], tuple[tuple[int, int], ...]] = {
 }
 """By stage and, of some, tokens a block, of each of its kernels that has many: threads for a row, and the SASS
 instructions that each executes."""
-
-Run = Callable[..., Any]
 
 
 class Rates(NamedTuple):
@@ -183,12 +182,11 @@ def chain_of(step: Callable[[Run], Any]) -> Chain:
     return counting.chain
 
 
-class _Counting:
+class _Counting(Run):
     """Runs stages in eager torch, and counts their kernels."""
 
-    fuses = True
-
     def __init__(self) -> None:
+        super().__init__(fuses=True)
         self.chain = Chain(0)
 
     def __call__(self, stage: Any, /, *tensors: Any, **static: Any) -> Any:

@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from compiled_sampler import Logprobs, Sampler
 from compiled_sampler.batch import SampleInputs, VerifyInputs
-from compiled_sampler.core.stage import Run, fuses
+from compiled_sampler.core.stage import Run
 from compiled_sampler.engine.requests.slots import SlotState
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import Mode, mode_table, verifying
@@ -119,7 +119,7 @@ def measured(logits: Tensor, run: Run, *, verifies: bool) -> Iterator[MemoryCell
     """The cells of every mode for these logits ``[R, V]``, with ``verifies`` also of every verification."""
     rows, vocab_size = logits.shape
     for mode in mode_table(vocab_size, "top_k"):
-        fixed = {"triton": is_gpu(logits.device), "fused": fuses(run)}
+        fixed = {"triton": is_gpu(logits.device), "fused": run.fuses}
         for step, given, work in steps(mode, logits, run, verifies=verifies):
             work()
             computed = step_bytes(given, rows, **fixed)

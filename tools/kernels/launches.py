@@ -96,12 +96,11 @@ class _Recorder:
         return result
 
 
-class _Watch:
-    """A ``run`` for the pipeline: compiles stages, and once ``recording``, notes what they launch."""
-
-    fuses = True
+class _Watch(Run):
+    """Compiles stages, and once ``recording``, notes what they launch."""
 
     def __init__(self) -> None:
+        super().__init__(fuses=True)
         self.noted: list[Launch] = []
         self._stages = CompiledStages()
         self._stages.compiles_at_calls = True
@@ -129,8 +128,6 @@ class _Watch:
             called |= fallbacks(_code(module))  # compiled for several layouts: the most that any calls
         self.noted += [Launch(self._stage, name, FALLBACK, count) for name, count in called.items()]
         return result
-
-    record.fuses = True  # type: ignore[attr-defined]
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -163,7 +160,7 @@ def recorded(warm: Step, step: Step) -> list[Launch]:
     for each in (warm, step):
         each(watch)
     with watch.recording():
-        step(watch.record)
+        step(Run(watch.record, fuses=True))
     return _counted(watch.noted)
 
 
@@ -191,8 +188,6 @@ def generated(step: Step, backend: str, known: Known | None = None) -> list[Gene
         found.append(Generated(stage.__name__, known[key]))
         return without_kernels(stage, *tensors, **static)
 
-    run.fuses = True  # type: ignore[attr-defined]
-
     def stop(code: str) -> None:
         raise _Written(code)
 
@@ -202,7 +197,7 @@ def generated(step: Step, backend: str, known: Known | None = None) -> list[Gene
             stack.enter_context(mock.patch("torch.utils._triton.triton_hash_with_backend", return_value=""))
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", ".*Triton's bundled libdevice", UserWarning)
-        step(run)
+        step(Run(run, fuses=True))
     return found
 
 

@@ -35,7 +35,7 @@ from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.layouts import unshared
 from compiled_sampler.modes import mode_table
 from compiled_sampler.pipeline.edits import edited_logits
-from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import StepRun, schedule_for
 from tests.builders.custom_edits import given_to_all
 from tests.builders.edits import OF_EDIT, Request, edited_by, edited_rows, random_mask, random_request
 from tests.builders.filters import same_bits
@@ -81,7 +81,7 @@ def test_consumed_logits_become_what_a_copy_would(vocab_size):
     source = random.Random(vocab_size)
     sampler = Sampler(vocab_size, ROWS, backend="eager", history_len=L)
     mode = mode_table(vocab_size, "top_k")[-1]
-    schedule = schedule_for(mode, ROWS + 1, torch.device("cpu"), is_edited=True)
+    run = StepRun(call, schedule_for(mode, ROWS + 1, torch.device("cpu"), is_edited=True))
     for _ in range(8):
         requests = [random_request(source, vocab_size, KINDS[1:]) for _ in range(ROWS)]
         slots = [each.added(sampler) for each in requests]
@@ -91,9 +91,9 @@ def test_consumed_logits_become_what_a_copy_would(vocab_size):
         given = sampler._edits.inputs(("logit_bias", "min_tokens", "penalties", "bad_words"), {}, None)
         assert isinstance(given, EditInputs)
         logits = torch.randn(ROWS + 1, vocab_size + 3)
-        wanted = edited_logits(schedule, logits, row_slots, given, call)
+        wanted = edited_logits(run, logits, row_slots, given)
         consumed = logits.clone()
-        found = edited_logits(schedule, consumed, row_slots, given._replace(leave=True), call)
+        found = edited_logits(run, consumed, row_slots, given._replace(leave=True))
         assert same_bits(found, wanted)
         assert found.data_ptr() == consumed.data_ptr()
         assert torch.equal(consumed[:, vocab_size:], logits[:, vocab_size:])

@@ -16,7 +16,7 @@ from compiled_sampler.core.mass import exp2_mass, scaled_logits
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import is_visible, order_key, pack, row_logits
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows, row_slots_of
-from compiled_sampler.core.stage import any_row, call
+from compiled_sampler.core.stage import call
 from compiled_sampler.exact import threshold
 from compiled_sampler.exact.row_race import MassBefore, mass_before_winner, recheck_winners
 from compiled_sampler.exact.threshold import (
@@ -36,7 +36,7 @@ from compiled_sampler.passes.candidates import STORED_BLOCK
 from compiled_sampler.passes.maxima import order_maxima
 from compiled_sampler.passes.race import last_before_winner
 from compiled_sampler.pipeline.sample import sample_step
-from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import StepRun, schedule_for
 from compiled_sampler.pipeline.search import ordered_candidates
 from tests.builders.inputs import BASES, Calls, full_mode, keeping, modes_by_name, sample_inputs, slot_table
 from tests.builders.masks import stages_watched
@@ -182,10 +182,10 @@ def entries_of(params: SamplingParams) -> RowSlots:
 def test_a_chain_is_run_for_a_flag_and_compiled_whatever_the_flags():
     none, one = torch.zeros(3, dtype=torch.bool), torch.tensor([False, True, False])
     for run in (call, CompiledStages()):
-        assert not any_row(run, none)
-        assert any_row(run, one)
+        assert not run.any_row(none)
+        assert run.any_row(one)
     with run.precompiling(torch.device("cpu")):
-        assert any_row(run, none)
+        assert run.any_row(none)
 
 
 # Thresholds of rows whose filters keep more tokens than the candidates hold.
@@ -221,8 +221,8 @@ def flagged_rows(inputs: SampleInputs, base: str = "top_k") -> tuple[FlaggedRows
     blocks = order_maxima(logits, **cut, block=STORED_BLOCK).keys
     flagged = flag_exceeding_rows(blocks, row_slots_of(inputs), **cut, capacity=CAPACITIES[-1], stream=TARGET)
     row_mass = row_masses(block_masses(logits, flagged.row_max, flagged.rows.scale, **cut, block=64))
-    schedule = schedule_for(full_mode(logits.shape[1], base), len(logits), logits.device)
-    ordered = ordered_candidates(schedule, logits, blocks)
+    run = StepRun(call, schedule_for(full_mode(logits.shape[1], base), len(logits), logits.device))
+    ordered = ordered_candidates(run, logits, blocks)
     return flagged, threshold_from_candidates(ordered, flagged.rows, row_mass, **cut, base_is_row=base == "all")
 
 

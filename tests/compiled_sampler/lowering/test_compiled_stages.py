@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
-from compiled_sampler.core.stage import call, steady_rows
+from compiled_sampler.core.stage import call
 from compiled_sampler.exact.threshold import order_keys
 from compiled_sampler.lowering import compiled_stages, stage_code
 from compiled_sampler.lowering.compile_queue import PROCESSES_VARIABLE
@@ -164,12 +164,12 @@ def test_rows_that_lie_apart_take_the_stages_of_contiguous_ones():
 @pytest.mark.parametrize("stride", [0, 5, 7, 9, 10, 15])
 def test_rows_are_copied_where_they_lie_apart_alone(stride):
     rows = torch.randn(40).as_strided((3, 5), (stride, 1))
-    steady = steady_rows(CompiledStages(), rows)
+    steady = CompiledStages().steady_rows(rows)
     assert torch.equal(steady, rows)
     assert (steady is rows) == (stride < 10)
-    one = steady_rows(CompiledStages(), rows[1:2])
+    one = CompiledStages().steady_rows(rows[1:2])
     assert (one.stride(), one.data_ptr()) == ((5, 1), rows[1].data_ptr())
-    assert steady_rows(call, rows) is rows
+    assert call.steady_rows(rows) is rows
 
 
 def test_a_warmup_whose_compilers_cannot_be_imported_leaves_all_stages_eager_and_says_why(monkeypatch):

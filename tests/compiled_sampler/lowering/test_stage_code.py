@@ -13,7 +13,7 @@ from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import DraftTable
-from compiled_sampler.core.stage import call
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.lowering.comparison import difference
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.lowering.layouts import TensorSpec, leaves, shape
@@ -59,8 +59,7 @@ def places_of(max_num_requests: int, buckets: list[int]) -> set[Path]:
         places.add(place)
         return call(stage, *tensors, **static)
 
-    noted.fuses = True  # type: ignore[attr-defined]
-    sampler._runner._executor._run = noted
+    sampler._runner._executor._run = Run(noted, fuses=True)
     positions, noise = torch.full((ROWS,), 2), torch.Generator().manual_seed(1)
     for law in LAWS:
         slot = sampler.add_request(SamplingParams(seed=1, **law), [1, 2])

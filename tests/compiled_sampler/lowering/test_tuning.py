@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from compiled_sampler.core.rows import gather_rows
+from compiled_sampler.core.stage import Run
 from compiled_sampler.lowering import stage_code
 from compiled_sampler.lowering.tuning import StageTuning, Tile, tuning_of
 from compiled_sampler.passes.candidates import all_coarser, rank
@@ -114,8 +115,7 @@ def only(stages: list[str], run):
         called = run if stage.__name__ in stages else without_kernels
         return called(stage, *tensors, **static)
 
-    ran.fuses = True
-    return ran
+    return Run(ran, fuses=True)
 
 
 def bodies(code: str) -> list[str]:

@@ -6,14 +6,16 @@ import torch
 from compiled_sampler import Sampler
 from compiled_sampler.core.noise import bound_of, exponential, negative_log2
 from compiled_sampler.core.rows import row_slots_of
+from compiled_sampler.exact import row_race
 from compiled_sampler.exact.row_race import race_rows_in_torch
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes import bounds
 from compiled_sampler.passes.blocks import widened
 from compiled_sampler.passes.bounds import race_bounds, race_leaders
-from compiled_sampler.pipeline import sample, schedule
+from compiled_sampler.pipeline import schedule
 from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.sample import draw_tokens, sample_step
+from compiled_sampler.pipeline.schedule import StepRun
 from tests.builders.inputs import Calls, keeping, modes_by_name, sample_inputs
 from tests.builders.sampler import same
 from tests.cases.compared_batches import direct
@@ -51,7 +53,7 @@ def drawn(inputs, mode: str, block: int = 8):
     calls: Calls = {}
     bounded = schedule_by_bounds(modes_by_name(inputs.logits.shape[1])[mode], inputs.logits.shape[0], block)
     row_slots = row_slots_of(inputs)
-    made = draw_tokens(bounded, inputs.logits, row_slots, keeping(calls, without_kernels))
+    made = draw_tokens(StepRun(keeping(calls, without_kernels), bounded), inputs.logits, row_slots)
     return made, calls[race_leaders][1]
 
 
@@ -88,7 +90,7 @@ def test_rows_that_a_second_look_does_not_settle_race(mode, spread, filters, mos
     def unraced(logits, races, rows, row_max, found, **static):
         return race_rows_in_torch(logits, races & False, rows, row_max, found, **static)
 
-    monkeypatch.setattr(sample, "race_rows", unraced)
+    monkeypatch.setattr(row_race, "race_rows", unraced)
     made, _ = drawn(inputs, mode)
     assert not same(made, wanted)
     assert torch.equal(made.token_ids[~leaders.needs_race], wanted.token_ids[~leaders.needs_race])
@@ -171,7 +173,7 @@ def test_a_bound_is_a_bound_of_its_block(generator, monkeypatch):
     monkeypatch.setattr(bounds, "LEADERS", 5000 // 256 + 1)  # every block is looked at
     inputs = sample_inputs(torch.randn(40, 5000, generator=generator), [SamplingParams(seed=s) for s in range(40)])
     bounded = schedule_by_bounds(modes_by_name(5000)["no_filter"], 40, 256)
-    draw_tokens(bounded, inputs.logits, row_slots_of(inputs), keeping(calls, without_kernels))
+    draw_tokens(StepRun(keeping(calls, without_kernels), bounded), inputs.logits, row_slots_of(inputs))
     best = (calls[race_leaders][1].best >> 32).to(torch.int32)
     largest = calls[race_bounds][1].scores.amax(-1)
     assert (best <= largest).all()

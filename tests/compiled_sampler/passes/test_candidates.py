@@ -28,7 +28,7 @@ from compiled_sampler.passes.candidates import (
     sort,
 )
 from compiled_sampler.passes.maxima import coarser_keys, order_maxima
-from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import StepRun, schedule_for
 from compiled_sampler.pipeline.search import ordered_candidates
 from tests.builders.inputs import VOCAB_SIZES
 from tests.builders.masks import stages_watched
@@ -44,9 +44,9 @@ def first_ids(logits: torch.Tensor, vocab_size: int, capacity: int = 64) -> list
     mode = Mode("test", vocab_size, capacity=capacity)
     blocks = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     rows = logits.shape[0]
-    ordered = ordered_candidates(schedule_for(mode, rows, logits.device), logits, blocks)
+    ordered = ordered_candidates(StepRun(call, schedule_for(mode, rows, logits.device)), logits, blocks)
     for others in (rows, 17, 300):  # which are ranked, or chosen in one kernel or in two
-        assert torch.equal(ordered_candidates(gpu_schedule(mode, others), logits, blocks), ordered)
+        assert torch.equal(ordered_candidates(StepRun(call, gpu_schedule(mode, others)), logits, blocks), ordered)
     assert ordered.shape == (logits.shape[0], min(capacity, vocab_size))
     ids, visible = packed_id(ordered), packed_key(ordered) != MASKED_KEY
     return [row[mask].tolist() for row, mask in zip(ids, visible, strict=True)]
@@ -92,7 +92,7 @@ def test_a_level_of_blocks_of_few_parts_is_one_stage_but_beside_a_pass_over_rows
     ran, logits = list[str](), torch.randn(rows, vocab_size)
     keys = order_maxima(logits, vocab_size=vocab_size, block=STORED_BLOCK).keys
     schedule = gpu_schedule(Mode("test", vocab_size, capacity=64, beyond_candidates=weighs), rows)
-    found = ordered_candidates(schedule, logits, keys, stages_watched(ran))
+    found = ordered_candidates(StepRun(stages_watched(ran), schedule), logits, keys)
     assert len(ran) == stages
     assert packed_id(found).tolist() == logits.sort(dim=-1, descending=True, stable=True).indices[:, :64].tolist()
 

@@ -23,7 +23,7 @@ from compiled_sampler.passes.logprobs import law_in_blocks, tokens_before
 from compiled_sampler.passes.maxima import order_maxima, order_maxima_of
 from compiled_sampler.passes.shards import law_keys_of_shard, law_sums_of_shard, words_of_shard
 from compiled_sampler.pipeline.law import probability_step, unfiltered_law
-from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import StepRun, schedule_for
 from tests.builders.edits import random_mask
 from tests.builders.filters import hard_rows
 from tests.builders.inputs import BASES, VOCAB_SIZES, full_mode, mode_table, sample_inputs, slot_table
@@ -82,9 +82,9 @@ def test_the_law_of_some_rows_is_that_of_the_rows(vocab_size):
     table, row_ids = slot_table(params, vocab_size), torch.tensor([11, 0, 7, 7, 5, 6, 2, 1, 10])
     first = [order_maxima(x, vocab_size=vocab_size, block=4, names=True)]
     first.append(order_maxima_of(x, row_ids, vocab_size=vocab_size, block=4))
-    schedule = schedule_for(mode, 12, x.device)
+    run = StepRun(call, schedule_for(mode, 12, x.device))
     whole, some = (
-        sum_law(unfiltered_law(schedule, x, blocks, RowSlots(table, of, of), which, call))
+        sum_law(unfiltered_law(run, x, blocks, RowSlots(table, of, of), which))
         for blocks, of, which in zip(first, (slots, slots[row_ids]), (None, row_ids), strict=True)
     )
     assert all(a.equal(b) for a, b in zip(some[1:3], take(whole, row_ids)[1:3], strict=True))

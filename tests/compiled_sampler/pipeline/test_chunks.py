@@ -22,7 +22,7 @@ from compiled_sampler.batch import SampleInputs, tensors_of
 from compiled_sampler.core.noise import TARGET
 from compiled_sampler.core.order import pack
 from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
-from compiled_sampler.core.stage import scratch_of
+from compiled_sampler.core.stage import Run, scratch_of
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.exact import row_race
 from compiled_sampler.exact.threshold import FlaggedRows, keep_all_threshold, order_keys, search_threshold_in_torch
@@ -93,9 +93,8 @@ def chunked(step: Callable[[Any], Any], most: int = CHUNK, *, fuses: bool = Fals
         ran.append(stage)
         return without_kernels(stage, *tensors, **static)
 
-    watch.fuses = fuses  # type: ignore[attr-defined]
     with chunks_of(most):
-        return step(watch), len(ran)
+        return step(Run(watch, fuses=fuses)), len(ran)
 
 
 def assert_chunks_change_nothing(step: Callable[[Any], Any]) -> None:
@@ -237,7 +236,7 @@ def compared(stage: Any, /, *tensors: Any, **static: Any) -> Any:
 
 @contextmanager
 def comparing(sampler: Sampler) -> Iterator[None]:
-    with mock.patch.object(sampler._runner._executor, "_run", compared):
+    with mock.patch.object(sampler._runner._executor, "_run", Run(compared)):
         yield
 
 
@@ -393,7 +392,7 @@ def test_stages_that_are_not_cut_hold_no_number_for_each_token(is_gpu):
     laws: list[dict[str, Any]] = [{}, {"temperature": 0.0}, {"min_p": 0.1}, {"top_k": 5}, {"top_k": 500}]
     laws += [{"top_p": 0.9}, {"top_k": 900, "top_p": 0.95, "min_p": 0.01}]
     asked = [Logprobs(top=5, rank=True, entropy=True, token_ids=(1, 2)), Logprobs(of="filtered", top=3), None]
-    with mock.patch.object(sampler._runner._executor, "_run", watched), for_a_gpu() if is_gpu else nullcontext():
+    with mock.patch.object(sampler._runner._executor, "_run", Run(watched)), for_a_gpu() if is_gpu else nullcontext():
         for law in laws:
             slots = [sampler.add_request(SamplingParams(seed=seed, **law)) for seed in range(rows)]
             plan, logits = sampler.plan(slots), torch.randn(rows, vocab_size)

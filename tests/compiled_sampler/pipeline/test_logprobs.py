@@ -17,7 +17,7 @@ from compiled_sampler.passes.kept import cut_of_drawn
 from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.edits import drawing_schedule
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
-from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import StepRun, schedule_for
 from tests.builders.inputs import covering_modes, full_mode, modes_by_name, sample_inputs, slot_table
 from tests.builders.logprobs import (
     EVERYTHING,
@@ -243,7 +243,7 @@ def schedules(mode, inputs, wanted):
 
 def drawn(schedule, inputs, wanted, scale, run=without_kernels):
     ids = None if wanted.token_ids is None else torch.tensor([wanted.token_ids] * len(inputs.logits))
-    return edit_and_draw(schedule, inputs._replace(logprobs=LogprobInputs(wanted, ids, scale)), run)
+    return edit_and_draw(StepRun(run, schedule), inputs._replace(logprobs=LogprobInputs(wanted, ids, scale)))
 
 
 @pytest.mark.parametrize("wanted", OF_KEPT, ids=lambda each: f"{each.label} {each.top}")

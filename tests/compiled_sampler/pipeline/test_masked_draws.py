@@ -10,7 +10,7 @@ from torch import Tensor
 from compiled_sampler import LogitEdit, RowStatus, Sampler, SamplingParams
 from compiled_sampler.batch import VerifyInputs
 from compiled_sampler.core.rows import row_slots_of
-from compiled_sampler.core.stage import call
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.masks import MaskedLogits
 from compiled_sampler.edits.names import RESTORE
 from compiled_sampler.edits.tables import EditInputs, EditTables
@@ -26,7 +26,7 @@ from compiled_sampler.pipeline import edits as edits_module
 from compiled_sampler.pipeline.chunks import without_kernels
 from compiled_sampler.pipeline.edits import drawing_schedule, edited_logits, logits_to_draw_from
 from compiled_sampler.pipeline.sample import edit_and_draw, sample_step
-from compiled_sampler.pipeline.schedule import schedule_for
+from compiled_sampler.pipeline.schedule import StepRun, schedule_for
 from compiled_sampler.pipeline.verify import verify_step
 from tests.builders.filters import same_bits
 from tests.builders.inputs import BASES, modes_by_name
@@ -65,7 +65,7 @@ def told(schedule, rows):
 
 
 def drawn(schedule, inputs, run=without_kernels):
-    return edit_and_draw(schedule, inputs, run)
+    return edit_and_draw(StepRun(run, schedule), inputs)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_mask_that_is_read_and_one_whose_copy_tells_its_maxima_draw_what_a_mas
         tells = name in COPYING and vocab_size % STORED_BLOCK == 0
         for schedule in (schedule_of(mode, with_masks), *(told(usual, len(left.logits)) if tells else ()), usual):
             seen = list[str]()
-            assert same(edit_and_draw(schedule, with_masks, stages_watched(seen)), wanted)
+            assert same(edit_and_draw(StepRun(stages_watched(seen), schedule), with_masks), wanted)
             assert ("masked" in seen) == (schedule is usual)
             is_told = schedule.copies_with_maxima and not schedule.reads_masks
             assert ("masked_with_maxima" in seen) == is_told
@@ -162,12 +162,11 @@ def test_lists_that_may_write_into_the_logits_come_before_the_copy_with_masks():
     mode, seen = modes_by_name(128)["full"], list[str]()
     with for_a_gpu():
         schedule = drawing_schedule(mode, consumed.logits, consumed.edits, LogprobInputs(Logprobs(of="filtered")))
-    edited = logits_to_draw_from(
-        schedule, consumed.logits, row_slots_of(consumed), consumed.edits, stages_watched(seen), ExitStack()
-    )
+    run = StepRun(stages_watched(seen), schedule)
+    edited = logits_to_draw_from(run, consumed.logits, row_slots_of(consumed), consumed.edits, ExitStack())
     assert seen.index("write_biases") < seen.index("masked_with_maxima")
     assert isinstance(edited.logits, Tensor)
-    assert same_bits(edited.logits, edited_logits(schedule, kept.logits, row_slots_of(kept), kept.edits, call))
+    assert same_bits(edited.logits, edited_logits(StepRun(call, schedule), kept.logits, row_slots_of(kept), kept.edits))
     assert edited.maxima is not None
     assert not same_bits(consumed.logits, bare.logits)
     restored = with_bias(bare, RESTORE)
@@ -226,8 +225,8 @@ def test_compiled_stages_read_masks_as_eager_torch_does(name):
     def run(stage, /, *tensors, **static):
         return (without_kernels if is_hand_written(stage) else stages)(stage, *tensors, **static)
 
-    run.fuses = True
-    assert same(drawn(schedule_of(mode, with_masks), with_masks, run), sample_step(mode, left))
+    made = drawn(schedule_of(mode, with_masks), with_masks, Run(run, fuses=True))
+    assert same(made, sample_step(mode, left))
 
 
 def test_calls_with_other_masks_are_compiled_apart():
@@ -249,7 +248,7 @@ def test_a_copy_that_lists_are_written_into_tells_no_maxima(name):
     wanted = sample_step(mode, inputs)
     for schedule in told(drawing_schedule(mode, inputs.logits, inputs.edits), len(inputs.logits)):
         seen = list[str]()
-        assert same(edit_and_draw(schedule, inputs, stages_watched(seen)), wanted)
+        assert same(edit_and_draw(StepRun(stages_watched(seen), schedule), inputs), wanted)
         assert "masked_with_maxima" not in seen
     assert not same(wanted, sample_step(mode, bare))
 

@@ -9,6 +9,7 @@ import torch
 
 from compiled_sampler.core.mass import MASS_BITS, exp2_mass, scaled_logits
 from compiled_sampler.core.order import order_key
+from compiled_sampler.core.stage import Run
 from compiled_sampler.edits.row_filters import PLess, TopNSigma, TypicalP
 from compiled_sampler.lowering.compiled_stages import CompiledStages
 from compiled_sampler.modes import mode_table
@@ -259,10 +260,7 @@ def test_chunks_and_the_sort_of_a_gpu_change_nothing_of_min_k(rows):
     given = [{"min_k": True, "min_k_tau": 9.0 * (row % 4)} for row in range(len(logits))]
     wanted = filtered_by_stages(logits, given)
 
-    def fused(stage, /, *tensors, **static):
-        return stage(*tensors, **static)
-
-    fused.fuses = True
+    fused = Run(fuses=True)
     with for_a_gpu():
         assert same_bits(filtered_by_stages(logits, given, fused), wanted)
     with chunks_of(rows):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from compiled_sampler.core.stage import fuses
 from compiled_sampler.exact.triton import ENTRY_BYTES, LONGEST, SPARE, launch_class, list_capacity, list_stride
 from compiled_sampler.lowering.compile_queue import PROCESSES_VARIABLE
 from compiled_sampler.lowering.compiled_stages import CompiledStages
@@ -56,7 +55,7 @@ def test_a_step_in_eager_torch_holds_no_more_than_is_computed(name, backend, mon
     vocab_size, rows, small = 2000, 96, 2**10
     mode, logits = modes_by_name(vocab_size)[name], torch.randn(rows, vocab_size)
     run = CompiledStages() if backend == "compiled" else eagerly
-    between = rows * row_bytes(mode, triton=False, fused=True) if fuses(run) else 0
+    between = rows * row_bytes(mode, triton=False, fused=True) if run.fuses else 0
     chunk = rows // 4 * row_bytes(mode, triton=False, fused=False)
     with eager_scratch_of(chunk):
         for step, _, work in steps(mode, logits, run, verifies=True):

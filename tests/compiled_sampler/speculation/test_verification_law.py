@@ -27,7 +27,7 @@ from compiled_sampler.batch import SampleInputs, VerifyInputs
 from compiled_sampler.core import score
 from compiled_sampler.core.arithmetic import log2_float32
 from compiled_sampler.core.order import MASKED_KEY, score_order
-from compiled_sampler.core.stage import call
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.modes import Mode, probabilities_mode, verifying
 from compiled_sampler.params import SamplingParams
 from compiled_sampler.passes.law import Law
@@ -195,7 +195,7 @@ def run_with(mode: Mode, inputs: VerifyInputs, numbers: torch.Tensor | float) ->
 
     with without_noise(races) as patch:
         patch.setattr(verification, "accept_number", number)
-        outputs = pipeline.verify_step(mode, inputs, watch)
+        outputs = pipeline.verify_step(mode, inputs, Run(watch))
     return outputs, stages, races[0]
 
 

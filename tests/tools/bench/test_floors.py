@@ -8,12 +8,13 @@ import torch
 
 from compiled_sampler import Sampler
 from compiled_sampler.core.rows import RowSlots
-from compiled_sampler.core.stage import Run, overlap
+from compiled_sampler.core.stage import Run
 from compiled_sampler.exact.row_race import race_top_k
 from compiled_sampler.lowering.tuning import TUNING, tuning_of
 from compiled_sampler.modes import verifying
 from compiled_sampler.passes.candidates import choose
 from compiled_sampler.pipeline.sample import draw_tokens
+from compiled_sampler.pipeline.schedule import StepRun
 from tests.builders.inputs import modes_by_name, slot_table
 from tests.for_a_gpu import schedule_by_bounds
 from tools.bench.batches import eager, sampling_batch, verification_batch
@@ -57,7 +58,7 @@ def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_seco
     batch = sampling_batch("peaked", 2, 100, device, torch.float32)
     schedule = schedule_by_bounds(mode, 2, 256)
     row_slots = RowSlots(slot_table([case.params], 100), torch.zeros_like(batch.positions), batch.positions)
-    chain = chain_of(lambda run: draw_tokens(schedule, batch.logits, row_slots, run))
+    chain = chain_of(lambda run: draw_tokens(StepRun(run, schedule), batch.logits, row_slots))
     assert chain == Chain(5, SMALL["race_leaders", 256], ("bound and order",))
 
 
@@ -75,10 +76,10 @@ def test_of_chains_side_by_side_the_longer_counts_with_its_instructions() -> Non
             return sum(run(int) for _ in range(length))
 
         run(int)
-        assert overlap(run, packed.device, lambda: chain(3), lambda: chain(2)) == (0, 0)
-        overlap(run, packed.device, lambda: chain(1), lambda: chain(4))
-        overlap(run, packed.device, lambda: run(choose, packed, count=2), lambda: [run(int), run(int)])
-        overlap(run, packed.device, lambda: [run(int), run(choose, packed, count=2)], lambda: run(int))
+        assert run.overlap(packed.device, lambda: chain(3), lambda: chain(2)) == (0, 0)
+        run.overlap(packed.device, lambda: chain(1), lambda: chain(4))
+        run.overlap(packed.device, lambda: run(choose, packed, count=2), lambda: [run(int), run(int)])
+        run.overlap(packed.device, lambda: [run(int), run(choose, packed, count=2)], lambda: run(int))
 
     assert chain_of(step) == Chain(1 + 3 + 4 + 2 + 2, SMALL["choose", None])
 
@@ -102,7 +103,7 @@ def test_hand_written_stages_launch_as_many_kernels_as_are_counted(name, rule, m
     mode = sampler.plan([sampler.add_request(case.params)]).mode
     shape = (5000, device, torch.float32)
     batch = verification_batch("peaked", 2, 3, *shape) if rule else sampling_batch("peaked", 2, *shape)
-    eager(case, verifying(mode, rule) if rule else mode, batch, run)
+    eager(case, verifying(mode, rule) if rule else mode, batch, Run(run))
     several = {stage: count for stage, count in found.items() if count > 1}
     assert several
     assert several == {stage: tuning_of(stage).num_kernels for stage in several}

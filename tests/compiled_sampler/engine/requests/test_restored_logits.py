@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from compiled_sampler import Logprobs, Sampler, Verification
-from compiled_sampler.core.stage import call
+from compiled_sampler.core.stage import Run, call
 from compiled_sampler.edits.changes import take_back
 from compiled_sampler.modes import RULES
 from tests.builders.edits import (
@@ -100,7 +100,7 @@ def failing(sampler: Sampler, number: int):
             raise InterruptedError
         return call(stage, *tensors, **static)
 
-    with mock.patch.object(sampler._runner._executor, "_run", run):
+    with mock.patch.object(sampler._runner._executor, "_run", Run(run)):
         yield
 
 
