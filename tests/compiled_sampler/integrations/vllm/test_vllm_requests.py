@@ -84,6 +84,7 @@ def test_a_request_without_a_seed_gets_one_of_its_id_and_the_salt() -> None:
         {"thinking_token_budget": 0},
         {"trace_decode_token_ids": [3]},
         {"brand_new": 1},
+        {"seed": 2**70},
         {"repetition_penalty": 1e9},
         {"logit_bias": {100: 1.0}},
         {"logit_bias": dict.fromkeys(range(SIZES.biases + 1), 1.0)},
