@@ -154,38 +154,36 @@ def ask(bench: Bench, question: Question, *, is_interruptible: bool = True) -> R
     bench.begin(question.name)
     try:
         finding = question.ask(bench)
-        outcome = Outcome.PASSED if finding.is_kept else Outcome.FAILED
     except NotStarted:  # no fault of the sampler: the run ends
         raise
     except NotAsked as reason:
-        finding, outcome = Finding(True, str(reason)), Outcome.NOT_ASKED
+        return answer(bench, question, Outcome.NOT_ASKED, Finding(True, str(reason)), start)
     except BaseException as error:  # an engine may call sys.exit
         if isinstance(error, KeyboardInterrupt) and is_interruptible:
             raise
         return failure(bench, question, error, start)
-    power = finding.power or (question.power(bench.effort) if outcome is Outcome.PASSED else "")
-    return answer(bench, question, outcome, finding, power, start)
+    return answer(bench, question, Outcome.PASSED if finding.is_kept else Outcome.FAILED, finding, start)
 
 
 def failure(bench: Bench, question: Question, error: BaseException, start: float) -> Result:
     """The answer to a question whose adapter raised something, or ended its process."""
     first = (str(error).strip().splitlines() or ["no message"])[0]
-    return answer(bench, question, Outcome.FAILED, Finding(False, f"raised {type(error).__name__}: {first}"), "", start)
+    return answer(bench, question, Outcome.FAILED, Finding(False, f"raised {type(error).__name__}: {first}"), start)
 
 
-def answer(bench: Bench, question: Question, outcome: Outcome, finding: Finding, power: str, start: float) -> Result:
+def answer(bench: Bench, question: Question, outcome: Outcome, finding: Finding, start: float) -> Result:
     """A finding as the answer to a question that was asked from ``start`` on."""
     return Result(
-        question.name,
-        question.text,
-        outcome,
-        finding.detail,
-        power,
-        finding.p_value,
-        finding.num_tests * ALARM,
-        round(time.perf_counter() - start, 3),
-        repeat(bench, question),
-        finding.counts,
+        question=question.name,
+        text=question.text,
+        outcome=outcome,
+        detail=finding.detail,
+        power=finding.power or (question.power(bench.effort) if outcome is Outcome.PASSED else ""),
+        p_value=finding.p_value,
+        false_alarm=finding.num_tests * ALARM,
+        seconds=round(time.perf_counter() - start, 3),
+        repeat=repeat(bench, question),
+        counts=finding.counts,
     )
 
 
