@@ -84,7 +84,8 @@ def install(
 ) -> None:
     """Have the sampler draw in engines that are made from now on, here and in processes that vLLM starts.
 
-    A second call changes the settings. The environment variable is set too, from which other processes read them.
+    A second call has other settings for engines that are made after it. The environment variable is set too, from which
+    other processes read them.
 
     Args:
         on_unsupported: "error" refuses a request that asks for what the sampler does not have where vLLM checks it, and
