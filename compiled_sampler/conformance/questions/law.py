@@ -125,18 +125,17 @@ def top_k_ties(bench: Bench) -> Finding:
     "law.greedy_ties", "of equal largest logits, a greedy row takes one as declared", lambda effort: TIED_ROWS, "rows"
 )
 def greedy_ties(bench: Bench) -> Iterator[Count]:
-    x = torch.from_numpy(bench.rng.standard_normal((TIED_ROWS, WIDE_VOCAB))).round()
-    x[::2] = x[::2].clamp(max=0.0)  # zeros of both signs, which are equal; the largest of other rows are few
     params, places = [Params(temperature=0.0)] * TIED_ROWS, list(range(TIED_ROWS))
-    is_largest = x == x.amax(-1, keepdim=True)
-    first = is_largest.int().argmax(-1)
-    for dtype in (torch.float32, *bench.semantics.dtypes):
+    kinds = [(torch.float32, WIDE_VOCAB), *((dtype, VOCAB) for dtype in bench.semantics.dtypes)]
+    for dtype, columns in kinds:  # of those that other questions have: each more may be a compilation
+        x = torch.from_numpy(bench.rng.standard_normal((TIED_ROWS, columns))).round()
+        x[::2] = x[::2].clamp(max=0.0)  # zeros of both signs, which are equal; the largest of other rows are few
         batch = Batch(x.to(dtype), params, bench.new_seeds(TIED_ROWS), places)
-        tokens = bench.sample(*batch)
-        is_declared = is_largest.gather(1, tokens[:, None])[:, 0]
+        tokens, is_largest = bench.sample(*batch), x == x.amax(-1, keepdim=True)
+        first, is_declared = is_largest.int().argmax(-1), is_largest.gather(1, tokens[:, None])[:, 0]
         if bench.semantics.greedy_ties == "lowest_id":
             is_declared = tokens == first
-        yield counted(str(dtype), ~is_declared, first_row(batch, tokens, first, ~is_declared))
+        yield counted(f"V = {columns}, {dtype}", ~is_declared, first_row(batch, tokens, first, ~is_declared))
 
 
 @question("law.16_bits", "draws follow the law: rows of 16 bits, with ties", of_draws(2, VOCAB))
