@@ -116,13 +116,18 @@ class Semantics:
 class Drafted(NamedTuple):
     """N requests with drafts to verify; request n has ``num_drafts[n] + 1`` consecutive rows of logits."""
 
-    logits: Tensor  # ``[sum(num_drafts + 1), V]``
-    params: Sequence[Params]  # N parameters
-    seeds: Sequence[int]  # N seeds
+    logits: Tensor
+    """``[sum(num_drafts + 1), V]``."""
+    params: Sequence[Params]
+    """N parameters."""
+    seeds: Sequence[int]
+    """N seeds."""
     positions: Tensor
     """int64 ``[N]`` on the CPU, the position of the first token; row j of a request is at ``position + j``."""
-    drafts: Tensor  # int64 ``[N, K]``, -1 behind the drafts of a request
-    num_drafts: Sequence[int]  # N counts, 0..K
+    drafts: Tensor
+    """int64 ``[N, K]``, -1 behind the drafts of a request."""
+    num_drafts: Sequence[int]
+    """N counts, 0..K."""
     probs: Tensor | None
     """float32 ``[sum(num_drafts), V]``, the laws that the drafts were drawn from; None for one-hot drafts."""
 
@@ -130,9 +135,12 @@ class Drafted(NamedTuple):
 class Verified(NamedTuple):
     """What a verification commits."""
 
-    token_ids: Tensor  # int64 ``[N, K+1]``; what lies behind ``num_emitted`` is not read
-    num_emitted: Tensor  # int64 ``[N]``, the tokens to commit
-    num_accepted: Tensor  # int64 ``[N]``, the drafts among them
+    token_ids: Tensor
+    """int64 ``[N, K+1]``; what lies behind ``num_emitted`` is not read."""
+    num_emitted: Tensor
+    """int64 ``[N]``, the tokens to commit."""
+    num_accepted: Tensor
+    """int64 ``[N]``, the drafts among them."""
 
 
 class Adapter(Protocol):

@@ -42,17 +42,26 @@ POSITIONS = 64  # positions that each seed draws at where a law is counted
 class Effort:
     """How much is drawn."""
 
-    draws: int  # of each law
-    kept_draws: int  # where no token outside the kept set may come
-    pairs: int  # of tokens where independence is judged
-    trials: int  # of each verification
-    batches: int  # random batches of each comparison
-    tail_events: int  # tail tokens that the tail questions wait for
-    tail_s: float  # seconds that each of them may take
+    draws: int
+    """Draws of each law."""
+    kept_draws: int
+    """Draws where no token outside the kept set may come."""
+    pairs: int
+    """Pairs of tokens where independence is judged."""
+    trials: int
+    """Requests of each verification."""
+    batches: int
+    """Random batches of each comparison."""
+    tail_events: int
+    """Tail tokens that the tail questions wait for."""
+    tail_s: float
+    """Seconds that each of them may take."""
     question_s: float
     """Seconds after which another question draws no more; what it can find with its draws by then is its power."""
-    rows: int = 2000  # compared on every path of the sampler
-    offsets: int = 0  # logits of one call that the largest offset must pass; 0: that is not asked
+    rows: int = 2000
+    """Rows compared on every path of the sampler."""
+    offsets: int = 0
+    """Logits of one call that the largest offset must pass; 0: that is not asked."""
     limit_s: float = 1800.0
     """Seconds that the process of a question may take; one that takes longer hangs, and is ended."""
 

@@ -261,9 +261,21 @@ def strays(drafted: Drafted, own: Tensor, verified: Verified, parents: Tensor | 
     return torch.tensor(wrong, dtype=torch.bool)
 
 
-def first_of(wrong: Tensor, drafted: Drafted, verified: Verified) -> str:
-    """What was committed of the first request that is wrong, and what repeats it, besides its logits."""
-    n = int(wrong.nonzero()[0])
+def first_row(batch: Batch, tokens: Tensor, wanted: Tensor, is_wrong: Tensor) -> str:
+    """The first row whose token, or else status, is wrong, in words; "" if none is."""
+    if not is_wrong.any():
+        return ""
+    row = int(is_wrong.nonzero()[0])
+    token, other = int(tokens[row]), int(wanted[row])
+    found = f"token {token}, not {other}" if token != other else f"another status of token {token}"
+    return f"{found}; V = {batch.logits.shape[1]}, {batch.logits.dtype}, {batch.describe(row)}"
+
+
+def first_request(drafted: Drafted, verified: Verified, is_wrong: Tensor) -> str:
+    """What was committed of the first request that is wrong, and what repeats it besides its logits; "" if none is."""
+    if not is_wrong.any():
+        return ""
+    n = int(is_wrong.nonzero()[0])
     tokens, num_emitted, num_accepted = (field[n].tolist() for field in verified)
     where = f"request {n}: {drafted.params[n]}, seed {drafted.seeds[n]}, position {int(drafted.positions[n])}"
     drafts = drafted.drafts[n, : drafted.num_drafts[n]].tolist()

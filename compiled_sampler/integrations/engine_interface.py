@@ -39,15 +39,14 @@ class Supported(NamedTuple):
     way_out: str  # what to install instead of another version
     interface: Interface
 
-
-def check_supported(supported: Supported, version: str, find: Find | None = None) -> None:
-    """Raise ImportError unless an adapter fits a version of its engine; without ``find``, of what is installed."""
-    engine, oldest, way_out, interface = supported
-    if numbers(version) < numbers(oldest):
-        raise ImportError(f"{engine} must be {oldest} or newer, got {version}; {way_out}")
-    differing = differences(interface, find or found)
-    if differing:
-        raise ImportError(f"{engine} must have {differing[0]}, got {version}, where it differs; {way_out}")
+    def check(self, version: str, find: Find | None = None) -> None:
+        """Raise ImportError unless the adapter fits a version; without ``find``, of what is installed."""
+        if numbers(version) < numbers(self.oldest):
+            raise ImportError(f"{self.engine} must be {self.oldest} or newer, got {version}; {self.way_out}")
+        differing = differences(self.interface, find or found)
+        if differing:
+            lacks = f"{self.engine} must have {differing[0]}, got {version}, where it differs"
+            raise ImportError(f"{lacks}; {self.way_out}")
 
 
 def differences(interface: Interface, find: Find) -> list[str]:

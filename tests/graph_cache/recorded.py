@@ -1,10 +1,13 @@
 """A capture backend without a device, and callables that show what they were given."""
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from graph_cache import BufferSpec, GraphCache
 
@@ -38,6 +41,39 @@ class Spied:
         return Scores(logits.argmax(-1) + shift, logits * scale[:, None])
 
 
+class Unwritten(TorchDispatchMode):
+    """Notes the memory that calls write, so that it can be put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            for written in tree_leaves(args[place] if place < len(args) else kwargs.get(argument.name)):
+                storage = written.untyped_storage()
+                self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        return func(*args, **kwargs)
+
+    def undo(self) -> None:
+        for storage, before in self._before.values():
+            storage.copy_(before)
+
+
+@contextmanager
+def unwritten() -> Iterator[None]:
+    """Calls that leave every memory as it was, as a capture on a device does, which runs nothing."""
+    calls = Unwritten()
+    try:
+        with calls:
+            yield
+    finally:
+        calls.undo()
+
+
 class RecordingBackend:
     """Keeps the work of a capture and does it again, on the same static tensors, at each replay."""
 
@@ -58,7 +94,8 @@ class RecordingBackend:
 
     def capture(self, work: Callable[[], object]) -> Callable[[], object]:
         """Raises the failures that the test lists, one a capture."""
-        work()
+        with unwritten():
+            work()
         if self.failures:
             raise self.failures.pop(0)
         self.num_captures += 1

@@ -33,6 +33,19 @@ def test_the_callable_runs_twice_before_its_capture_on_the_inputs_of_the_capture
     assert pointers == {cache.input_buffer("logits").data_ptr()}
 
 
+def test_a_recorded_capture_writes_nothing_as_one_on_a_device():
+    target, kept = torch.zeros(3), [torch.zeros(2), torch.zeros(2)]
+
+    def work():
+        torch.add(target, 1.0, out=target)
+        torch._foreach_add_(kept, 2.0)
+
+    replay = RecordingBackend().capture(work)
+    assert [target.tolist(), *(each.tolist() for each in kept)] == [[0.0] * 3, [0.0] * 2, [0.0] * 2]
+    replay()
+    assert [target.tolist(), *(each.tolist() for each in kept)] == [[1.0] * 3, [2.0] * 2, [2.0] * 2]
+
+
 def test_variants_and_callables_with_results_of_one_layout_share_buffers_of_the_largest_bucket():
     cache = cache_of(Spied(), RecordingBackend())
     cache.register("again", lambda **tensors: expected(tensors | {"scale": tensors["scale"] * 2.0}), SPECS)

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Params
-from compiled_sampler.conformance.bench import Bench, Effort, NotAsked, copied
-from compiled_sampler.conformance.evidence import one_in
+from compiled_sampler.conformance.bench import Bench, NotAsked, copied
 from compiled_sampler.conformance.fresh_process import call
-from compiled_sampler.conformance.question import Finding, question
-from compiled_sampler.conformance.rows import Batch, hard_batch
+from compiled_sampler.conformance.question import Count, comparison, counted
+from compiled_sampler.conformance.rows import Batch, first_row, hard_batch
 
 ROWS = 48  # of a batch that is compared
 
@@ -22,33 +21,24 @@ Others = Callable[[Bench, Batch], Iterator[tuple[str, Tensor]]]
 
 
 def same_tokens(
-    name: str, text: str, ways: int, *, whole_calls: bool = False, batches: int | None = None
+    name: str, text: str, *, whole_calls: bool = False, batches: int | None = None
 ) -> Callable[[Others], Others]:
-    """Registers other ways, so many of them, as a question: does each give the tokens of the plain call?"""
+    """Registers other ways as a question: does each give the tokens of the plain call?"""
 
     def register(others: Others) -> Others:
-        def compared(bench: Bench) -> Finding:
+        def compared(bench: Bench) -> Iterator[Count]:
             if whole_calls:  # repeated as they are, which samplers of one seed a call promise too
                 bench.needs(bench.semantics.seeds != "none", "seeds='none'")
             else:
                 bench.needs_row_seeds()
-            total = 0
             for _ in bench.portions(batches or bench.effort.batches, 1, 4.0 * bench.effort.question_s):
                 batch = hard_batch(bench, ROWS)
                 wanted = drawn(bench, batch)
                 for way, tokens in others(bench, batch):
-                    total += ROWS
-                    wrong = (tokens != wanted).nonzero()[:, 0].tolist()
-                    if wrong:
-                        n = wrong[0]
-                        differ = f"{len(wrong)} of {ROWS} rows differ; token {int(tokens[n])}, not {int(wanted[n])}"
-                        return Finding(False, f"{way}: {differ}; {batch.describe(n)}")
-            return Finding(True, f"{total} rows are the same bits", one_in(total, "rows"))
+                    is_wrong = tokens != wanted
+                    yield counted(way, is_wrong, first_row(batch, tokens, wanted, is_wrong))
 
-        def power(effort: Effort) -> str:
-            return one_in(ways * ROWS * (batches or effort.batches), "rows")
-
-        question(f"determinism.{name}", text, power)(compared)
+        comparison(f"determinism.{name}", text, lambda effort: ROWS * (batches or effort.batches), "rows")(compared)
         return others
 
     return register
@@ -59,17 +49,17 @@ def drawn(bench: Bench, batch: Batch) -> Tensor:
     return bench.sample(*batch)
 
 
-@same_tokens("twice", "the same call gives the same tokens", 1, whole_calls=True)
+@same_tokens("twice", "the same call gives the same tokens", whole_calls=True)
 def twice(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     yield "the second call", drawn(bench, batch)
 
 
-@same_tokens("alone", "a row alone draws what it draws in a batch", 1)
+@same_tokens("alone", "a row alone draws what it draws in a batch")
 def alone(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     yield "alone", torch.cat([drawn(bench, batch.take([row])) for row in range(ROWS)])
 
 
-@same_tokens("order", "the order of rows changes nothing", 2)
+@same_tokens("order", "the order of rows changes nothing")
 def reordered(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     for name, order in (("in reverse", list(range(ROWS))[::-1]), ("permuted", bench.rng.permutation(ROWS).tolist())):
         tokens = torch.empty(ROWS, dtype=torch.int64)
@@ -77,7 +67,7 @@ def reordered(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
         yield name, tokens
 
 
-@same_tokens("batch_size", "the size of the batch changes nothing", 11)
+@same_tokens("batch_size", "the size of the batch changes nothing")
 def of_other_sizes(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     for size in (2, 3, 7, 17, 33):
         parts = [range(start, min(start + size, ROWS)) for start in range(0, ROWS, size)]
@@ -88,7 +78,7 @@ def of_other_sizes(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
         yield f"behind {extra} other rows", drawn(bench, more.plus(batch))[extra:]
 
 
-@same_tokens("batchmates", "greedy, filtered, NaN or masked batchmates change nothing", 16)
+@same_tokens("batchmates", "greedy, filtered, NaN or masked batchmates change nothing")
 def beside_others(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     for name, mate in batchmates(bench, batch):
         yield f"next to {name}", torch.cat([drawn(bench, mate.plus(batch.take([row])))[-1:] for row in range(ROWS)])
@@ -116,14 +106,14 @@ def batchmates(bench: Bench, batch: Batch) -> Iterator[tuple[str, Batch]]:
         yield "a masked row", plain._replace(logits=torch.full_like(one.logits, -torch.inf))
 
 
-@same_tokens("equal_rows", "equal rows of one seed draw one token", 2)
+@same_tokens("equal_rows", "equal rows of one seed draw one token")
 def doubled(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     tokens = drawn(bench, batch.plus(batch))
     yield "the first of two equal rows", tokens[:ROWS]
     yield "the second of two equal rows", tokens[ROWS:]
 
 
-@same_tokens("strides", "row strides change nothing", 2, whole_calls=True)
+@same_tokens("strides", "row strides change nothing", whole_calls=True)
 def strided(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     rows, columns = batch.logits.shape
     wide = torch.full((rows, columns + 40), 1e4, device=bench.device)  # what must not be read
@@ -134,7 +124,7 @@ def strided(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     yield "in every second row", drawn(bench, batch._replace(logits=apart[:, 1]))
 
 
-@same_tokens("other_work", "earlier calls change nothing", 1, whole_calls=True)
+@same_tokens("other_work", "earlier calls change nothing", whole_calls=True)
 def after_other_work(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     for size in bench.rng.permutation(40)[:20] + 1:  # of other parameters and seeds, which take and leave slots
         drawn(bench, hard_batch(bench, int(size)))
@@ -142,7 +132,7 @@ def after_other_work(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]
     yield "after other work", drawn(bench, batch)
 
 
-@same_tokens("preemption", "a request that is resumed draws what it would have drawn", 1)
+@same_tokens("preemption", "a request that is resumed draws what it would have drawn")
 def resumed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     for shift in (-3, 5, -1):
         drawn(bench, batch._replace(positions=[max(0, place + shift) for place in batch.positions]))
@@ -150,7 +140,7 @@ def resumed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     yield "after a preemption", torch.cat([drawn(bench, batch.take(part)) for part in parts])
 
 
-@same_tokens("new_process", "a new process draws the same", 1, whole_calls=True, batches=1)
+@same_tokens("new_process", "a new process draws the same", whole_calls=True, batches=1)
 def in_a_new_process(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     if bench.name is None:
         raise NotAsked("the target has no importable name")
@@ -159,7 +149,7 @@ def in_a_new_process(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]
     yield "in a new process", tokens
 
 
-@same_tokens("replay", "a captured call replays with other parameters", 1)
+@same_tokens("replay", "a captured call replays with other parameters")
 def replayed(bench: Bench, batch: Batch) -> Iterator[tuple[str, Tensor]]:
     capture = bench.method("capture", batch.logits.shape[1])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ from compiled_sampler.conformance.evidence import (
     leak,
     multinomial_p_value,
 )
-from compiled_sampler.conformance.question import Finding, Power, question
-from compiled_sampler.conformance.rows import VOCAB, clear_row, oracle_law
+from compiled_sampler.conformance.question import Count, Finding, Power, comparison, counted, question
+from compiled_sampler.conformance.rows import VOCAB, WIDE_VOCAB, Batch, clear_row, first_row, oracle_law
 
 PARAMS = {
     "no_filter": (Params(), Params(temperature=0.6), Params(temperature=2.0)),
@@ -34,6 +35,7 @@ PARAMS = {
     "mixed_filters": (Params(top_k=8, top_p=0.8), Params(temperature=1.3, top_k=12, top_p=0.85, min_p=0.04)),
 }
 MOST_KEPT = {"greedy": 2, "top_k": 5, "mixed_filters": 12}  # tokens that a law of PARAMS keeps, where they are not all
+TIED_ROWS = 64
 TOLERANCE = 1e-4  # of logprobs
 
 
@@ -117,6 +119,23 @@ def top_k_ties(bench: Bench) -> Finding:
     kept = np.flatnonzero(counts)
     is_kept = len(kept) <= 5 and bool((row.numpy()[kept] >= 1.0).all())
     return Finding(is_kept, f"tokens {kept.tolist()} are drawn under top_k=5", leak(int(counts.sum())))
+
+
+@comparison(
+    "law.greedy_ties", "of equal largest logits, a greedy row takes one as declared", lambda effort: TIED_ROWS, "rows"
+)
+def greedy_ties(bench: Bench) -> Iterator[Count]:
+    params, places = [Params(temperature=0.0)] * TIED_ROWS, list(range(TIED_ROWS))
+    kinds = [(torch.float32, WIDE_VOCAB), *((dtype, VOCAB) for dtype in bench.semantics.dtypes)]
+    for dtype, columns in kinds:  # of those that other questions have: each more may be a compilation
+        x = torch.from_numpy(bench.rng.standard_normal((TIED_ROWS, columns))).round()
+        x[::2] = x[::2].clamp(max=0.0)  # zeros of both signs, which are equal; the largest of other rows are few
+        batch = Batch(x.to(dtype), params, bench.new_seeds(TIED_ROWS), places)
+        tokens, is_largest = bench.sample(*batch), x == x.amax(-1, keepdim=True)
+        first, is_declared = is_largest.int().argmax(-1), is_largest.gather(1, tokens[:, None])[:, 0]
+        if bench.semantics.greedy_ties == "lowest_id":
+            is_declared = tokens == first
+        yield counted(f"V = {columns}, {dtype}", ~is_declared, first_row(batch, tokens, first, ~is_declared))
 
 
 @question("law.16_bits", "draws follow the law: rows of 16 bits, with ties", of_draws(2, VOCAB))

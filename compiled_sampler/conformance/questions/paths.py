@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from compiled_sampler.conformance.adapter import Drafted
 from compiled_sampler.conformance.bench import MOST_LOGITS, Bench, Effort, NotAsked
-from compiled_sampler.conformance.evidence import one_in
-from compiled_sampler.conformance.question import Count, Finding, question
+from compiled_sampler.conformance.question import Count, comparison, counted
 from compiled_sampler.conformance.rows import (
     NUM_FAMILIES,
     REQUESTS,
     VOCAB,
     WIDE_VOCAB,
-    Batch,
     committed,
     drafted_rows,
-    first_of,
+    first_request,
+    first_row,
     mixed_batch,
     strays,
 )
@@ -59,28 +57,6 @@ def paths_of(bench: Bench, vocab_size: int) -> dict[str, Bench]:
     return {name: Bench(target, None, bench.device, bench.effort, bench.seed) for name, target in targets.items()}
 
 
-def counted(path: str, differs: Tensor, describe: Callable[[Tensor], str]) -> Count:
-    """The count of a comparison, with the first row that differs in words."""
-    return Count(path, len(differs), int(differs.sum()), describe(differs) if differs.any() else "")
-
-
-def judged(counts: Iterable[Count], what: str) -> Finding:
-    """What the counts of batches say, added up by path: every mismatch is a failure."""
-    totals: dict[str, Count] = {}
-    for count in counts:
-        old = totals.get(count.path, Count(count.path, 0, 0))
-        compared, mismatches = old.compared + count.compared, old.mismatches + count.mismatches
-        totals[count.path] = Count(count.path, compared, mismatches, old.first or count.first)
-    by_path = tuple(totals.values())
-    for count in by_path:
-        if count.mismatches:
-            detail = f"{count.path}: {count.mismatches} of {count.compared} {what} differ; {count.first}"
-            return Finding(False, detail, counts=by_path)
-    fewest = min((count.compared for count in by_path), default=0)
-    detail = f"{fewest} {what} or more are the same bits on {', '.join(totals)}"
-    return Finding(True, detail, one_in(fewest, what), counts=by_path)
-
-
 def kinds_of(bench: Bench) -> list[tuple[int, torch.dtype, int]]:
     """The vocabularies and formats that are declared, with the rows of each, which are as many as asked for or more."""
     rows = bench.effort.rows
@@ -110,20 +86,14 @@ def sampled(bench: Bench, vocab_size: int, dtype: torch.dtype, rows: int) -> Ite
             if status is not None and wanted_status is not None:
                 pairs = zip(status, order.tolist(), strict=True)
                 differs |= torch.tensor([names != wanted_status[row] for names, row in pairs])
-            yield counted(path, differs, functools.partial(_first_row, moved, tokens))
+            yield counted(path, differs, first_row(moved, tokens, wanted[order], differs))
 
 
-def _first_row(batch: Batch, tokens: Tensor, differs: Tensor) -> str:
-    row = int(differs.nonzero()[0])
-    return f"token {int(tokens[row])}, V = {batch.logits.shape[1]}, {batch.logits.dtype}, {batch.describe(row)}"
-
-
-@question(
-    "determinism.paths", "other backends, devices and routes draw the same", lambda effort: one_in(effort.rows, "rows")
-)
-def draws_on_other_paths(bench: Bench) -> Finding:
+@comparison("determinism.paths", "other backends, devices and routes draw the same", lambda effort: effort.rows, "rows")
+def draws_on_other_paths(bench: Bench) -> Iterator[Count]:
     bench.needs_row_seeds()
-    return judged((count for kind in kinds_of(bench) for count in sampled(bench, *kind)), "rows")
+    for kind in kinds_of(bench):
+        yield from sampled(bench, *kind)
 
 
 def requests_of(effort: Effort, rule: str) -> int:
@@ -148,25 +118,32 @@ def works(bench: Bench, rule: str) -> Iterator[tuple[Drafted, Tensor]]:
         yield drafted if has_laws else drafted._replace(probs=None), own
 
 
-@question(
+@comparison(
     "verification.stream",
     "match keeps the tokens of a request without drafts",
-    lambda effort: one_in(requests_of(effort, "match"), "requests"),
+    lambda effort: requests_of(effort, "match"),
+    "requests",
 )
-def stream(bench: Bench) -> Finding:
+def stream(bench: Bench) -> Iterator[Count]:
     bench.method("verify", VOCAB)
     bench.needs("match" in bench.semantics.rules, "no rule match")
     bench.needs_row_seeds()
-    counts = []
     for drafted, own in works(bench, "match"):
         verified = bench.verify(drafted)
-        describe = functools.partial(first_of, drafted=drafted, verified=verified)
-        counts.append(counted("match, row after row without drafts", strays(drafted, own, verified), describe))
-    return judged(counts, "requests")
+        is_wrong = strays(drafted, own, verified)
+        yield counted("match, row after row without drafts", is_wrong, first_request(drafted, verified, is_wrong))
 
 
-def commits(bench: Bench) -> Iterator[Count]:
-    """Counts of requests that commit something else on another path, by rule."""
+@comparison(
+    "verification.paths",
+    "other backends, devices and routes commit the same",
+    lambda effort: requests_of(effort, "block"),
+    "requests",
+)
+def commits_on_other_paths(bench: Bench) -> Iterator[Count]:
+    bench.method("verify", VOCAB)
+    bench.needs(bool(bench.semantics.rules), "rules=()")
+    bench.needs_row_seeds()
     vocab_size = requests_vocab(bench)
     others = paths_of(bench, vocab_size)
     others = {path: other for path, other in others.items() if hasattr(other.adapter(vocab_size), "verify")}
@@ -177,17 +154,5 @@ def commits(bench: Bench) -> Iterator[Count]:
             elsewhere = {path: other.verify(drafted, rule) for path, other in others.items()}
             wanted = committed(bench.verify(drafted, rule))  # last: another path may compile all stages at once
             for path, verified in elsewhere.items():
-                describe = functools.partial(first_of, drafted=drafted, verified=verified)
-                yield counted(f"{rule}, {path}", (committed(verified) != wanted).any(-1), describe)
-
-
-@question(
-    "verification.paths",
-    "other backends, devices and routes commit the same",
-    lambda effort: one_in(requests_of(effort, "block"), "requests"),
-)
-def commits_on_other_paths(bench: Bench) -> Finding:
-    bench.method("verify", VOCAB)
-    bench.needs(bool(bench.semantics.rules), "rules=()")
-    bench.needs_row_seeds()
-    return judged(commits(bench), "requests")
+                is_wrong = (committed(verified) != wanted).any(-1)
+                yield counted(f"{rule}, {path}", is_wrong, first_request(drafted, verified, is_wrong))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor
 from compiled_sampler.conformance.adapter import Drafted, Params
 from compiled_sampler.conformance.bench import AdapterError, Bench, NotAsked, check_range
 from compiled_sampler.conformance.evidence import bias, one_in
-from compiled_sampler.conformance.question import Finding, question
+from compiled_sampler.conformance.question import Count, Finding, comparison, counted, question
 from compiled_sampler.conformance.questions.law import follows_law, of_draws
-from compiled_sampler.conformance.rows import VOCAB, clear_row
+from compiled_sampler.conformance.rows import VOCAB, Batch, clear_row, first_row
 
 POOL = (Params(), Params(temperature=0.0), Params(top_k=4), Params(top_p=0.8), Params(min_p=0.1))
 IN_POOL = f"a fault in any of {len(POOL)}"
@@ -96,22 +97,21 @@ def empty_batch(bench: Bench) -> Finding:
     return Finding(len(tokens) == 0, "R = 0 gives no token")
 
 
-@question("robustness.padded_vocab", "columns beyond the vocabulary are never drawn", one_in(3 * PADDED_ROWS, "rows"))
-def padded_vocab(bench: Bench) -> Finding:
+@comparison(
+    "robustness.padded_vocab", "columns beyond the vocabulary are never drawn", lambda effort: PADDED_ROWS, "rows"
+)
+def padded_vocab(bench: Bench) -> Iterator[Count]:
     bench.needs(bench.semantics.padded_vocab, "padded_vocab=False")
     rows, pool = PADDED_ROWS, bench.supported(POOL)
-    params, seeds, places = [pool[n % len(pool)] for n in range(rows)], bench.new_seeds(rows), torch.arange(rows)
+    params, seeds = [pool[n % len(pool)] for n in range(rows)], bench.new_seeds(rows)
     logits = torch.stack([clear_row(bench, Params()) for _ in range(8)]).repeat(rows // 8, 1)
-    wanted = bench.sample(logits, params, seeds, places)
+    batch = Batch(logits, params, seeds, list(range(rows)))
+    wanted = bench.sample(*batch)
     for poison in (1e4, torch.nan, torch.inf):
         wide = torch.cat([logits, torch.full((rows, 9), poison)], 1)
-        tokens = bench.sample(wide, params, seeds, places, vocab_size=VOCAB)
-        different = (tokens >= VOCAB) | ((tokens != wanted) & (bench.semantics.seeds == "row"))
-        if different.any():
-            n = int(different.nonzero()[0])
-            what = f"columns of {poison} beyond V: token {int(tokens[n])}, not {int(wanted[n])}"
-            return Finding(False, f"{what}; row {n}: {params[n]}, seed {seeds[n]}, position {n}")
-    return Finding(True, f"{3 * rows} rows")
+        tokens = bench.sample(*batch._replace(logits=wide), vocab_size=VOCAB)
+        is_wrong = (tokens >= VOCAB) | ((tokens != wanted) & (bench.semantics.seeds == "row"))
+        yield counted(f"columns of {poison} beyond V", is_wrong, first_row(batch, tokens, wanted, is_wrong))
 
 
 @question("robustness.large_offsets", "more than 2**31 logits", "a fault in any of 8")
@@ -132,29 +132,35 @@ def large_offsets(bench: Bench) -> Finding:
     return Finding(bool((tokens[-8:] == alone).all()), detail)
 
 
-@question("robustness.inputs", "a call leaves its arguments as they were", IN_POOL)
-def inputs(bench: Bench) -> Finding:
+def calls_of(bench: Bench) -> dict[str, tuple[Callable[..., object], dict[str, Any]]]:
+    """The methods that the adapter has, by name, each with arguments for it by theirs."""
     pool, adapter = bench.supported(POOL), cast("Any", bench.adapter(VOCAB))
     logits = torch.stack([clear_row(bench, params) for params in pool]).to(bench.device)
-    seeds, places = bench.new_seeds(len(pool)), torch.arange(len(pool))
-    rows = {"logits": logits, "params": pool, "seeds": seeds, "positions": places}
-    calls: dict[str, tuple[Callable[..., object], dict[str, Any]]] = {"sample": (adapter.sample, rows)}
-    if hasattr(adapter, "status"):
-        calls["status"] = adapter.status, rows
-    if hasattr(adapter, "probs"):
-        calls["probs"] = adapter.probs, {"logits": logits, "params": pool}
+    seeds, places, likeliest = bench.new_seeds(len(pool)), torch.arange(len(pool)), logits.argmax(-1)
+    law = {"logits": logits, "params": pool}
+    rows = law | {"seeds": seeds, "positions": places}
+    arguments = dict.fromkeys(("sample", "status", "sample_with_status", "capture"), rows)
+    arguments |= {"probs": law, "logprobs": law | {"token_ids": likeliest}}
+    calls = {name: (getattr(adapter, name, None), given) for name, given in arguments.items()}
+    if capture := calls["capture"][0]:
+        calls["capture"] = (lambda *given: capture(*given)(*given)), rows  # and a replay
+    drafted = Drafted(logits.repeat_interleave(2, 0), pool, seeds, places, likeliest[:, None], [1] * len(pool), None)
+    if hasattr(adapter, "verify_trees"):
+        tree = {"parents": torch.full((len(pool), 1), -1), **drafted._asdict()}
+        calls["verify_trees"] = (lambda parents, *fields: adapter.verify_trees(Drafted(*fields), parents)), tree
     for rule in bench.semantics.rules if hasattr(adapter, "verify") else ():
         has_laws = rule != "match" and "probabilities" in bench.semantics.draft_kinds
-        laws = torch.softmax(logits, -1) if has_laws else None
-        drafts, counts = logits.argmax(-1)[:, None], [1] * len(pool)
-        drafted = Drafted(logits.repeat_interleave(2, 0), pool, seeds, places, drafts, counts, laws)
+        proposed = drafted._replace(probs=torch.softmax(logits, -1) if has_laws else None)
+        verify = functools.partial(lambda rule, *fields: adapter.verify(Drafted(*fields), rule), rule)
+        calls[f"verify by {rule}"] = verify, proposed._asdict()
+        calls[f"draft for {rule}"] = getattr(adapter, "draft", None), rows | {"offset": 0, "rule": rule}
+    return {name: (call, given) for name, (call, given) in calls.items() if call is not None}
 
-        def verify(*fields: Any, rule: str = rule) -> object:
-            return adapter.verify(Drafted(*fields), rule)
 
-        calls[f"verify by {rule}"] = verify, drafted._asdict()
+@question("robustness.inputs", "a call leaves its arguments as they were", IN_POOL)
+def inputs(bench: Bench) -> Finding:
     changed = []
-    for name, (call, arguments) in calls.items():
+    for name, (call, arguments) in calls_of(bench).items():
         copies = copy.deepcopy(arguments)
         call(*copies.values())
         for argument, before in arguments.items():

@@ -6,6 +6,7 @@ Trials have two drafts from known laws, and target rows that depend on the token
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +20,10 @@ from compiled_sampler.conformance.evidence import (
     ALARM,
     furthest_cell,
     multinomial_p_value,
-    one_in,
-    rare_power,
     variation,
 )
-from compiled_sampler.conformance.question import Finding, question
-from compiled_sampler.conformance.rows import VOCAB, first_of, is_clear, matched, oracle_law, strays
+from compiled_sampler.conformance.question import Count, Finding, comparison, counted, question
+from compiled_sampler.conformance.rows import VOCAB, first_request, is_clear, matched, oracle_law, strays
 
 LIVE = 4  # tokens that target and drafter use: ids below it
 WIDTH, POSITION = 2, 10  # drafts of a trial, and where its first token is drawn
@@ -192,8 +191,8 @@ def num_impossible(effort: Effort) -> int:
     return min(effort.trials, 4 * MOST_TRIALS)
 
 
-def impossible(bench: Bench, kind: str) -> Finding:
-    """Whether a draft whose probability is 0 in the target is never accepted."""
+def impossible(bench: Bench, kind: str) -> Iterator[Count]:
+    """Counts of requests that accept a draft whose probability is 0 in the target."""
     rules, count = rules_of(bench, kind), num_impossible(bench.effort)
     params = (bench.supported([Params(top_k=2)]) or [Params()])[0]
     for rule in rules:
@@ -205,22 +204,16 @@ def impossible(bench: Bench, kind: str) -> Finding:
             probs[:, :LIVE], probs[:, dead] = 0.1, 1.0 - 0.1 * (LIVE - (dead < LIVE))
         drafted = alike(bench, game, torch.full((count, WIDTH), dead), probs)
         verified = bench.verify(drafted, rule)
-        if (accepted := verified.num_accepted > 0).any():
-            where = first_of(accepted, drafted, verified)
-            return Finding(False, f"{rule}: draft {dead} of probability 0 was accepted: {where}")
-    return Finding(True, f"{', '.join(rules)}: {count} drafts")
+        is_wrong = verified.num_accepted > 0
+        yield counted(f"{rule}, draft {dead}", is_wrong, first_request(drafted, verified, is_wrong))
 
 
 for name, kind, drafts in (
     ("impossible", "one_hot", "a one-hot draft"),
     ("impossible_drawn", "probabilities", "a drawn draft"),
 ):
-    ask = functools.partial(impossible, kind=kind)
-    question(
-        f"verification.{name}",
-        f"{drafts} of probability 0 is never accepted",
-        lambda effort: f"acceptance of {rare_power(num_impossible(effort)):.0e}",
-    )(ask)
+    text = f"{drafts} of probability 0 is never accepted"
+    comparison(f"verification.{name}", text, num_impossible, "requests")(functools.partial(impossible, kind=kind))
 
 
 @question(
@@ -238,19 +231,21 @@ def out_of_range(bench: Bench) -> Finding:
         first = verified.token_ids[:, 0]
         wrong = (verified.num_accepted > 0) | (verified.num_emitted != 1) | (first < 0) | (first >= VOCAB)
         if wrong.any():
-            return Finding(False, f"{rule}, {VOCAB} tokens: {first_of(wrong, drafted, verified)}")
+            return Finding(False, f"{rule}, {VOCAB} tokens: {first_request(drafted, verified, wrong)}")
         # The token in the draft's place has the target's law.
         least = min(least, multinomial_p_value(np.bincount(first.numpy(), minlength=VOCAB), game.target_laws[0][0]))
     detail = f"{', '.join(rules)}: drafts {bad.tolist()}, {count} each (p < {least:.0e})"
     return Finding(least >= ALARM, detail, variation(count, LIVE), least, len(rules))
 
 
-@question(
-    "verification.counters", "emitted tokens are the accepted drafts and one more", one_in(3 * COUNTED, "requests")
+@comparison(
+    "verification.counters",
+    "emitted tokens are the accepted drafts and one more",
+    lambda effort: COUNTED,
+    "requests of 0, 1 and 2 drafts",
 )
-def counters(bench: Bench) -> Finding:
-    rules = rules_of(bench)
-    for rule in rules:
+def counters(bench: Bench) -> Iterator[Count]:
+    for rule in rules_of(bench):
         game = new_game(bench, Params())
         drafted = ragged(new_trials(bench, game, [*bench.semantics.draft_kinds, "one_hot"][0], rule, COUNTED))
         verified = bench.verify(drafted, rule)
@@ -259,10 +254,7 @@ def counters(bench: Bench) -> Finding:
         fits = (emitted == accepted + 1) & (accepted >= 0) & (accepted <= torch.tensor(drafted.num_drafts))
         agrees = (tokens[:, :WIDTH] == drafted.drafts) | (torch.arange(WIDTH) >= accepted[:, None])
         wrong = ~(fits & agrees.all(1) & (last >= 0) & (last < VOCAB))
-        if wrong.any():
-            return Finding(False, f"{rule}: {first_of(wrong, drafted, verified)}")
-    total = COUNTED * len(rules)
-    return Finding(True, f"{', '.join(rules)}: {total} requests of 0, 1 and 2 drafts", one_in(total, "requests"))
+        yield counted(rule, wrong, first_request(drafted, verified, wrong))
 
 
 def ragged(trials: Drafted) -> Drafted:
@@ -277,8 +269,8 @@ def ragged(trials: Drafted) -> Drafted:
     )
 
 
-@question("verification.trees", "trees of drafts commit the tokens of sampling", one_in(COUNTED, "trees"))
-def trees(bench: Bench) -> Finding:
+@comparison("verification.trees", "trees of drafts commit the tokens of sampling", lambda effort: COUNTED, "trees")
+def trees(bench: Bench) -> Iterator[Count]:
     bench.method("verify_trees", VOCAB)
     bench.needs_row_seeds()
     nodes, rows = 6, 7
@@ -292,12 +284,12 @@ def trees(bench: Bench) -> Finding:
     own = bench.sample(logits, [params] * len(logits), of_rows, depths.flatten() + POSITION)
     drafts = own.view(COUNTED, rows).gather(1, parents + 1)  # every draft is right, but for some
     drafts = torch.where(torch.from_numpy(bench.rng.random(drafts.shape)) < 0.5, drafts, (drafts + 1) % VOCAB)
-    first = torch.full((COUNTED,), POSITION)
-    drafted = Drafted(logits, [params] * COUNTED, seeds, first, drafts, [nodes] * COUNTED, None)
+    starts = torch.full((COUNTED,), POSITION)
+    drafted = Drafted(logits, [params] * COUNTED, seeds, starts, drafts, [nodes] * COUNTED, None)
     verified = bench.verify(drafted, parents=parents)
-    wrong = strays(drafted, own, verified, parents)
+    wrong, first = strays(drafted, own, verified, parents), ""
     if wrong.any():
         n = int(wrong.nonzero()[0])
         wanted = matched(own.view(COUNTED, rows)[n].tolist(), drafts[n].tolist(), parents[n].tolist())
-        return Finding(False, f"not {wanted}: {first_of(wrong, drafted, verified)}, tree {parents[n].tolist()}")
-    return Finding(True, f"{COUNTED} trees of {nodes} nodes", one_in(COUNTED, "trees"))
+        first = f"not {wanted}: {first_request(drafted, verified, wrong)}, tree {parents[n].tolist()}"
+    yield counted(f"{nodes} nodes", wrong, first)

@@ -9,14 +9,7 @@ from typing import Any
 import torch
 
 from compiled_sampler.functional.functions import BACKENDS
-from compiled_sampler.integrations.engine_interface import (
-    Find,
-    Interface,
-    Supported,
-    check_supported,
-    ends_process,
-    seed_of,
-)
+from compiled_sampler.integrations.engine_interface import Interface, Supported, ends_process, seed_of
 from compiled_sampler.scalars import as_int64
 
 VARIABLE = "COMPILED_SAMPLER_SGLANG"
@@ -157,11 +150,4 @@ INTERFACE = Interface(
     },
 )
 # fmt: on
-
-
-SUPPORTED = Supported("SGLang", OLDEST, f"install a version from {OLDEST} to {NEWEST}", INTERFACE)
-
-
-def check_version(version: str, find: Find | None = None) -> None:
-    """Raise ImportError unless the adapter fits a version of SGLang."""
-    check_supported(SUPPORTED, version, find)
+check_version = Supported("SGLang", OLDEST, f"install a version from {OLDEST} to {NEWEST}", INTERFACE).check

