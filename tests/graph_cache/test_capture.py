@@ -1,5 +1,6 @@
 """Preparing, failing to prepare, evicting and counting variants."""
 
+import contextlib
 import gc
 
 import pytest
@@ -30,6 +31,22 @@ def test_the_callable_runs_twice_before_its_capture_on_the_inputs_of_the_capture
     assert [each["logits"].shape for each in spied.tensors] == [(rows, 5) for rows in (8, 4, 2) for _ in range(3)]
     pointers = {each["logits"].data_ptr() for each in spied.tensors}
     assert pointers == {cache.input_buffer("logits").data_ptr()}
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_what_the_caller_wrote_into_a_lent_buffer_outlasts_a_capture(backend, failures):
+    """The padding of a capture once stayed there, and the batch was lost."""
+    cache = cache_of(Spied(), backend)
+    tensors = batch(2)
+    for name in ("scale", "shift"):
+        own = cache.input_buffer(name)
+        own[:2] = tensors[name]
+        tensors[name] = own[:2]
+    wanted = expected(tensors)
+    backend.failures = [RuntimeError("planted")] * failures
+    with pytest.raises(CaptureError) if failures else contextlib.nullcontext():
+        assert cache.capture_for("score", tensors)
+    assert same_bits(cache.run("score", tensors), wanted)
 
 
 def test_variants_and_callables_with_results_of_one_layout_share_buffers_of_the_largest_bucket():
