@@ -322,23 +322,21 @@ class StepRunner:
     def _register(self, step: Step) -> None:
         if step.name in self._registered:
             return
-        inputs = {step.buffer(name): spec for name, spec in self._inputs(step).items()}
+        inputs = self._inputs(step)
+        buffers = {name: step.buffer(name) for name in inputs}
         peers = [known for known in self._registered.values() if (known.kind, known.width) == (step.kind, step.width)]
         covers = [peer.name for peer in peers if step.covers(peer)]
         self._executor.table_of(step)  # made before any capture
         most_copied = step.most_copied if self._shard is None else math.inf  # every rank takes the same route
-        called = partial(self._call_buffers, step)
-        self._cache.register(step.name, called, inputs, covers=covers, most_copied=most_copied)
+        called = partial(_call_buffers, self._executor, step, buffers)
+        specs = {buffers[name]: spec for name, spec in inputs.items()}
+        self._cache.register(step.name, called, specs, covers=covers, most_copied=most_copied)
         self._registered[step.name] = step
 
     def _inputs(self, step: Step) -> dict[str, BufferSpec]:
         """The inputs of a step by name, those of the user's edits too."""
         of_edits = () if step.mode.from_probabilities else step.edits
         return {**step.inputs(self._dtype, self._columns), **self.custom.buffers(of_edits, step.width + 1)}
-
-    def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
-        results = self._executor(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
-        return results if step.logprobs is None else flat(results)
 
     def _samples(self, step: Step) -> Iterator[tuple[int, int, bool]]:
         """Entries, rows, and whether logits are the bound ones, of the batches that between them use every kernel."""
@@ -359,6 +357,13 @@ class StepRunner:
         size, rows, is_bound = sample
         padding = _padding(self._inputs(step), size, rows, self._device)
         return {**padding, "logits": bound[:rows]} if is_bound and bound is not None else padding
+
+
+# No method: the cache holds it, and graphs of a sampler that is dropped must not wait for the cyclic collector.
+def _call_buffers(executor: StepExecutor, step: Step, buffers: Mapping[str, str], **tensors: Tensor) -> Any:
+    """The results of a step on its buffers, which are by input; flat, as the cache takes them."""
+    results = executor(step, **{name: tensors[buffer] for name, buffer in buffers.items()})
+    return results if step.logprobs is None else flat(results)
 
 
 def _empty_results(
