@@ -357,7 +357,7 @@ class RequestHolder:
             numbers["num_drafts"] = count_words
         if edits:
             check_once(edits, slots)
-        origin = PlanOrigin(self._requests, self._requests.epoch, words, slots, mode, counts, edits, inexact)
+        origin = PlanOrigin(self._requests, self._requests.epoch, words, (slots, mode, counts, edits, inexact))
         place = None
         if self._reserve is not None:
             count = len(slots)
