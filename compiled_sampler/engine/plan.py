@@ -267,7 +267,8 @@ def padded_parents(plan: Plan, parents: Sequence[Sequence[int]], draft_token_ids
     """The parents of trees that are on the host, as a tensor like the drafts; raise unless they are trees."""
     check_has_drafts(plan, True)
     counts = plan.num_drafts or ()
-    if not _are_lists(parents) or [len(tree) for tree in parents] != [*counts]:
+    are_lists = isinstance(parents, Sequence) and all(isinstance(tree, Sequence) for tree in parents)
+    if not are_lists or [len(tree) for tree in parents] != [*counts]:
         raise ValueError(
             f"parents must have num_drafts={first_of(counts)} numbers for each request, got {parents!r:.200}; [-1] is "
             "one draft that follows the text"
@@ -286,10 +287,6 @@ def padded_parents(plan: Plan, parents: Sequence[Sequence[int]], draft_token_ids
     width = draft_token_ids.shape[-1]
     padded = [(row + [-1] * (width - len(row)))[:width] for row in rows]
     return torch.tensor(padded, dtype=torch.int64).view(len(rows), width).to(draft_token_ids.device)
-
-
-def _are_lists(parents: object) -> bool:
-    return isinstance(parents, Sequence) and all(isinstance(tree, Sequence) for tree in parents)
 
 
 def check_has_drafts(plan: Plan, drafts: bool) -> None:
