@@ -338,7 +338,10 @@ class StepRunner:
     def _padding(self, step: Step, sample: tuple[int, int, bool], bound: Tensor | None) -> dict[str, Tensor]:
         """Inputs of a sample of padding, whose logits are the first rows of ``bound`` if the sample says so."""
         size, rows, is_bound = sample
-        padding = _padding(self._inputs(step), size, rows, self._device)
+        padding = {}
+        for name, spec in self._inputs(step).items():
+            count = rows if name in ("logits", MASK) or name.startswith(GIVEN) else size * spec.times
+            padding[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
         return {**padding, "logits": bound[:rows]} if is_bound and bound is not None else padding
 
 
@@ -395,15 +398,6 @@ def _steps_of(
         yield Step("probabilities", mode, edits=edits)
 
 
-def _padding(inputs: Mapping[str, BufferSpec], size: int, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Inputs of a step for ``size`` entries that are all padding, with ``rows`` rows of logits."""
-    padding = {}
-    for name, spec in inputs.items():
-        count = rows if name in ("logits", MASK) or name.startswith(GIVEN) else size * spec.times
-        padding[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
-    return padding
-
-
 def _with_hard_rows(step: Step, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Inputs of a step whose logits and proposals are such as compiled code may treat otherwise than eager torch."""
     of_logits, of_drafts = step.mode.from_probabilities, step.mode.drafts == "probabilities"
@@ -413,9 +407,10 @@ def _with_hard_rows(step: Step, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     return hard
 
 
-_PREFIX = "logprobs_"
 _FLAT: dict[type, Any] = {
-    kind: namedtuple(f"Flat{kind.__name__}", [*kind._fields[:-1], *(_PREFIX + name for name in LogprobOutputs._fields)])
+    kind: namedtuple(
+        f"Flat{kind.__name__}", [*kind._fields[:-1], *(f"logprobs_{name}" for name in LogprobOutputs._fields)]
+    )
     for kind in (SampleOutputs, VerifyOutputs)
 }
 _NESTED: dict[type, Any] = {flat: kind for kind, flat in _FLAT.items()}
@@ -427,16 +422,12 @@ def flat(results: SampleOutputs | VerifyOutputs) -> Any:
     return _FLAT[type(results)](*fields, *(logprobs or ()))
 
 
-def nested(results: Any) -> Any:
-    """The results that ``flat`` was made of."""
+def _replay_flat(replay: Callable[..., Any], tensors: dict[str, Any], rows: int, out: Any) -> Any:
+    """The results of a batch of a step with logprobs by a ``replay`` of flat ones, ``replay(tensors, rows, out)``."""
+    if out is not None:
+        replay(tensors, rows, flat(out))
+        return out
+    results = replay(tensors, rows, None)
     kind = _NESTED[type(results)]
     count = len(kind._fields) - 1
     return kind(*results[:count], LogprobOutputs(*results[count:]))
-
-
-def _replay_flat(replay: Callable[..., Any], tensors: dict[str, Any], rows: int, out: Any) -> Any:
-    """The results of a batch of a step with logprobs by a ``replay`` of flat ones, ``replay(tensors, rows, out)``."""
-    if out is None:
-        return nested(replay(tensors, rows, None))
-    replay(tensors, rows, flat(out))
-    return out

@@ -69,8 +69,9 @@ class ReplayedDraws:
         if (mode, bucket) in self._captured:
             replayed: Drawn = self._cache.run(mode, tensors)
             return replayed.token_ids
+        before = self._stages.num_uncompiled_calls
         drawn = self._draw(mode, **tensors)  # first, as it asks for the stages
-        if bucket is None or self._stages.lacks_kernels:
+        if bucket is None or self._stages.num_uncompiled_calls != before or self._stages.lacks_kernels:
             return drawn.token_ids
         if mode not in self._modes:
             inputs = {name: ROWS.get(name, self._logits) for name in tensors}

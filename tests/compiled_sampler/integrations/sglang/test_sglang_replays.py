@@ -41,10 +41,12 @@ class Replayed:
 
     def __init__(self) -> None:
         """Nothing is captured."""
-        self.stages: Any = SimpleNamespace(are_settled=True, lacks_kernels=False)
+        self.stages: Any = SimpleNamespace(num_uncompiled_calls=0, are_settled=True, lacks_kernels=False)
         self.backend = RecordingBackend()
         self.uncompiled_rows: set[int] = set()
-        """Numbers of rows that no capture takes, as a stage runs in eager torch."""
+        """Numbers of rows that run a stage in eager torch."""
+        self.refused_rows: set[int] = set()
+        """Numbers of rows that no capture takes, for the same reason."""
         self.num_direct = 0
         self.draws = ReplayedDraws(self.draw, self.stages, torch.empty(1, VOCAB), self.backend)
 
@@ -53,7 +55,8 @@ class Replayed:
         from compiled_sampler.integrations.sglang.drawing import drawn_tokens
 
         self.num_direct += 1
-        if len(tensors["logits"]) in self.uncompiled_rows:
+        self.stages.num_uncompiled_calls += len(tensors["logits"]) in self.uncompiled_rows
+        if len(tensors["logits"]) in self.refused_rows:
             raise RuntimeError("planted")
         return drawn_tokens("eager", mode, **tensors)
 
@@ -116,9 +119,10 @@ def test_batches_behind_the_last_bucket_or_of_another_form_run_without_a_graph(
     assert replayed.backend.num_captures == 1
 
 
-@pytest.mark.parametrize("lack", ["a stage in the queue", "a kernel", "another capture"])
+@pytest.mark.parametrize("lack", ["an uncompiled call", "a stage in the queue", "a kernel", "another capture"])
 def test_nothing_is_captured_while_something_lacks(replayed: Replayed, lack: str) -> None:
     def set_lack(lacks: bool) -> None:
+        replayed.uncompiled_rows = {3} if lacks and lack == "an uncompiled call" else set()
         replayed.stages.are_settled = not (lacks and lack == "a stage in the queue")
         replayed.stages.lacks_kernels = lacks and lack == "a kernel"
         replayed.backend.outer = lacks and lack == "another capture"
@@ -132,12 +136,12 @@ def test_nothing_is_captured_while_something_lacks(replayed: Replayed, lack: str
 
 
 def test_a_variant_waits_for_stages_of_its_bucket(replayed: Replayed, caplog: pytest.LogCaptureFixture) -> None:
-    replayed.uncompiled_rows = {4}  # batches have 3 rows
+    replayed.refused_rows = {4}  # batches have 3 rows
     replayed.steps("min_p", 1)
     replayed.stages.are_settled = False  # the attempt has asked for them
     replayed.steps("min_p", 3)
     assert replayed.backend.num_captures == 0
-    replayed.stages.are_settled, replayed.uncompiled_rows = True, set()
+    replayed.stages.are_settled, replayed.refused_rows = True, set()
     replayed.steps("min_p", 3)
     assert (replayed.backend.num_captures, replayed.backend.num_replays) == (1, 2)
     assert not caplog.text
@@ -156,7 +160,7 @@ def test_a_variant_that_cannot_be_captured_is_logged_once_and_its_tokens_stay(
         elif reason == "memory":
             patch.setattr(StaticTensors, "owned", no_memory)
         else:
-            replayed.uncompiled_rows = {4}  # stages that never compile for so many rows
+            replayed.refused_rows = {4}  # stages that never compile for so many rows
         replayed.steps("min_p", 6)
     assert len(replayed.backend.failures) == (3 if reason == "capture" else 0)
     assert caplog.text.count("min_p runs without a graph") == 1
