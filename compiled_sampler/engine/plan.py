@@ -104,8 +104,9 @@ class Plan:
         plan, (slots, mode, num_drafts, edits, inexact) = object.__new__(cls), origin.decided
         fields = {
             "slots": slots, "mode": mode, "num_drafts": num_drafts, "edits": edits, "inexact": inexact,
-            "planned": planned, "origin": origin, "cumulative_drafts": None, "replaced": (), "held_at": origin.epoch,
-            "num_proposals": num_proposals, "width": width, "num_rows": len(slots) + num_proposals,
+            "planned": planned, "origin": origin, "cumulative_drafts": None, "held_at": origin.epoch,
+            "replaced": (), "slot_buffers": (), "num_proposals": num_proposals, "width": width,
+            "num_rows": len(slots) + num_proposals,
         }  # fmt: skip
         object.__setattr__(plan, "__dict__", fields)
         return plan
@@ -143,7 +144,7 @@ class Plan:
         """Whether ``slot_ids`` is the planned tensor and not a buffer of the engine."""
         return "slot_ids" not in self.replaced
 
-    @property
+    @cached_property
     def slot_buffers(self) -> tuple[Tensor, ...]:
         """``slot_ids`` where an engine replaced it by a buffer of its own."""
         return () if self.has_planned_slots else (self.slot_ids,)

@@ -267,14 +267,14 @@ class RequestHolder:
         best, needed, inexact = self._kind(self._requests.needs_of_batch(ids, words), mode, served, ids)
         if self._requests.is_pending:
             self._requests.upload_before_step()
-        numbers, sizes, num_proposals, width = {"slots": words}, [len(ids)], 0, 0
+        numbers, num_proposals, width = {"slots": words}, 0, 0
         if counts is not None and count_words is not None:
             num_proposals, width = sum_and_width(count_words, counts, len(ids))
             numbers["num_drafts"] = count_words
-            sizes += len(ids), num_proposals, len(ids) * width
         if needed:
             check_once(needed, ids)
-        place = None if self._reserve is None else self._reserve.promise(room(*sizes))
+        draft_sizes = () if counts is None else (len(ids), num_proposals, len(ids) * width)
+        place = None if self._reserve is None else self._reserve.promise(room(len(ids), *draft_sizes))
         origin = PlanOrigin(self._requests, self._requests.epoch, words, (ids, best, counts, needed, inexact))
         if len(self._plans) >= _MOST_PLANS:
             self._plans.clear()
