@@ -27,7 +27,7 @@ with events).
 
 Modules, from the entry point down::
 
-    cache       GraphCache: register, bind, warmup, run, evict, statistics
+    cache       GraphCache: register, bind, warmup, run, evict, statistics; LateCaptures
     routes      which variant serves a batch, and the counts of runs
     capture     captured callables, CaptureError; the CUDA backend that captures them
     buffers     inputs, outputs and bound tensors that graphs read and write; copies of several tensors in few launches
@@ -37,7 +37,7 @@ Modules, from the entry point down::
 """
 
 from graph_cache.buffers import copy_tensors
-from graph_cache.cache import GraphCache
+from graph_cache.cache import GraphCache, LateCaptures
 from graph_cache.capture import CaptureBackend, CaptureError, CudaBackend
 from graph_cache.keys import Binding, BucketLadder, VariantKey
 from graph_cache.mirror import HostMirror, PinnedRing, part_of
@@ -54,6 +54,7 @@ __all__ = [
     "CudaBackend",
     "GraphCache",
     "HostMirror",
+    "LateCaptures",
     "PinnedRing",
     "VariantKey",
     "copy_tensors",

@@ -82,11 +82,15 @@ class InputBuffer:
         elif rows > self._num_dirty:
             self._num_dirty = rows
 
-    def forget(self) -> None:
-        """Fill every row of a buffer of one number a row, which say what the callable may write besides its results."""
-        if not self.spec.shape:
-            self.tensor.fill_(self.spec.fill)
-            self._num_dirty = self.tensor.shape[0] if self._is_lent else 0
+    def forget(self) -> Tensor | None:
+        """Fill every row of a buffer of one number a row, and return what the caller had written if it is lent."""
+        # such numbers say what the callable may write besides its results
+        if self.spec.shape:
+            return None
+        written = self.tensor.clone() if self._is_lent else None
+        self.tensor.fill_(self.spec.fill)
+        self._num_dirty = self.tensor.shape[0] if self._is_lent else 0
+        return written
 
 
 class HostInput(InputBuffer):
@@ -126,10 +130,10 @@ class HostInput(InputBuffer):
             self._here[:], self._held = self._fills, None
         super().stage(source, rows, bucket, targets, sources)
 
-    def forget(self) -> None:
+    def forget(self) -> Tensor | None:
         """Fill every row, on the host too: the next upload may bring them."""
         self._here[:], self._held = self._fills, None
-        super().forget()
+        return super().forget()
 
     def lend(self) -> Tensor:
         """Refuse it: an upload may write any row."""

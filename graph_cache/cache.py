@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import inf
 from operator import attrgetter
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from graph_cache.buffers import StaticTensors
-from graph_cache.capture import CaptureBackend, CudaBackend, Progress, Variant, capture_variant
+from graph_cache.capture import CaptureBackend, CaptureError, CudaBackend, Progress, Variant, capture_variant
 from graph_cache.keys import BucketLadder, OutBinding, VariantKey, keys_of, out_matches
 from graph_cache.mirror import HostMirror
 from graph_cache.registry import Given, Inputs, Registry, Results, check_out, checked_rows
@@ -329,3 +331,40 @@ class GraphCache:
     def _is_capturing(self) -> bool:
         """Whether the current stream is being captured by somebody else."""
         return self._backend is not None and self._backend.capturing()
+
+
+_MOST_FAILURES = 2  # of captures for batches of one size
+
+
+class LateCaptures:
+    """Captures of variants when batches come, once what their callables need is ready.
+
+    Args:
+        cache: that captures.
+        is_ready: whether nothing that a callable asked for, such as compiled code, is still to come.
+        logger: is told of a variant that is given up.
+    """
+
+    def __init__(self, cache: GraphCache, is_ready: Callable[[], bool], logger: logging.Logger) -> None:
+        self._cache, self._is_ready, self._logger = cache, is_ready, logger
+        self._failures: Counter[tuple[str, int]] = Counter()  # by callable and rows
+
+    def capture(self, name: str, tensors: Mapping[str, Given], rows: int, out: Results | None = None) -> bool | None:
+        """Whether the variant of a batch is held now; None if a later batch shall ask again.
+
+        Arguments and errors as for ``GraphCache.capture_for``; ``rows`` tells apart what may fail for its own reasons.
+        """
+        if self._failures[name, rows] >= _MOST_FAILURES:
+            return False
+        if not self._is_ready():
+            return None
+        try:
+            return self._cache.capture_for(name, tensors, out=out)
+        except CaptureError as error:
+            if not self._is_ready():  # it has asked for something that nobody had asked for before
+                return None
+            self._failures[name, rows] += 1  # the reason may pass: memory, code that came meanwhile
+            if self._failures[name, rows] < _MOST_FAILURES:
+                return None
+            self._logger.warning("%s runs without a graph: %s", name, error)
+            return False

@@ -88,13 +88,16 @@ def capture_variant(
     # Owned inputs of one number a row hold their fill: a callable that keeps a state of its own must not find the last
     # batch. So what is bound says nothing of live rows before a replay, and results are written by replays alone.
     inputs, in_place = registration.inputs, {binding.input_name for binding in key.binding or ()}
+    lent = list[tuple[Tensor, Tensor]]()  # buffers that the caller writes, with what it wrote
     try:
         owned = {name: statics.owned(name) for name in inputs if name not in in_place}  # allocates
         of_host = tuple((name, buffer) for name, buffer in owned.items() if isinstance(buffer, HostInput))
         if statics.mirror is not None:
             statics.mirror.upload()
         for buffer in owned.values():
-            buffer.forget()
+            written = buffer.forget()
+            if written is not None:
+                lent.append((buffer.tensor, written))
         tensors = dict[str, Tensor]()
         for name, spec in inputs.items():
             if name in owned:
@@ -118,6 +121,9 @@ def capture_variant(
         replay = backend.capture(work)
     except Exception as cause:
         raise CaptureError(key.name, key.rows, cause) from cause
+    finally:
+        for tensor, written in lent:
+            tensor.copy_(written)
     return Variant(key, replay, of_host, tuple(owned.items()), outputs, statics.mirror)
 
 

@@ -37,18 +37,13 @@ def write_biases(
     x: Tensor, bits: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int, tells: bool = False
 ) -> EditedTokens | None:
     """What ``take_back`` undoes, None unless ``tells``; biases are in the logits afterwards."""
-    return add_to_bits(bits, biased_tokens(x, slots, lists, vocab_size=vocab_size), tells)
-
-
-def biased_tokens(x: Tensor, slots: Tensor, lists: BiasLists, *, vocab_size: int) -> EditedTokens:
-    """What biases change, ``[R, n]``."""
     slot, place = slots.clamp(min=0), indices(lists.token_ids.shape[1], slots.device)
     is_entry = place < torch.where(slots >= 0, lists.counts[slot], 0)[:, None]
     ids = entry_ids(lists.token_ids[slot], is_entry, vocab_size)
     before, bias = x.gather(1, ids), lists.biases[slot]
     # a bias of -inf masks its token, whatever the logit is
     after = torch.where(bias == _MASKED, _MASKED, without_denormals(without_denormals(before) + bias))
-    return edited_tokens(ids, before, after, is_entry)
+    return add_to_bits(bits, edited_tokens(ids, before, after, is_entry), tells)
 
 
 def checked_bias(name: str, values: object) -> tuple[tuple[int, float], ...]:

@@ -45,26 +45,13 @@ def write_penalties(
     vocab_size: int,
     tells: bool = False,
 ) -> EditedTokens | None:
-    """What ``take_back`` undoes, None unless ``tells``; penalties are in the logits afterwards."""
-    return add_to_bits(bits, penalized_tokens(x, slots, positions, penalties, history, vocab_size=vocab_size), tells)
-
-
-def penalized_tokens(
-    x: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    penalties: Penalties,
-    history: AnyHistory,
-    *,
-    vocab_size: int,
-) -> EditedTokens:
-    """What penalties change in the tokens of each row's history, ``[R, L]``; biases are in the logits before."""
+    """What ``take_back`` undoes, None unless ``tells``; penalties are in the logits afterwards, biases before."""
     slot, text, most = slots.clamp(min=0), texts_of(history, slots), history.entries.shape[2]
     is_last = _is_last(text, positions.clamp(max=most).to(torch.int32), history) & (slots >= 0)[:, None]
     ids = entry_ids(history.entries[text, TOKEN], is_last, vocab_size)
     before, drawn = x.gather(1, ids), history.entries[text, ORDINAL]
     after = penalized_logits(before, drawn, Penalties(*(each[slot][:, None] for each in penalties)))
-    return edited_tokens(ids, before, after, is_last)
+    return add_to_bits(bits, edited_tokens(ids, before, after, is_last), tells)
 
 
 def penalized_logits(x: Tensor, drawn: Tensor, penalties: Penalties) -> Tensor:

@@ -127,6 +127,10 @@ class Proposals(NamedTuple):
         """Those of the caller."""
         return [rows for rows in (self.probs, self.logits) if rows is not None]
 
+    def in_dtype(self, dtype: torch.dtype) -> Proposals:
+        """The same for a sampler of this dtype: see ``in_sampler_dtype``."""
+        return self if self.logits is None else self._replace(logits=in_sampler_dtype(self.logits, dtype))
+
     def forms(self, rule: str, plan: Plan) -> tuple[str, ...]:
         """The forms, as ``Mode.drafts``, that describe the call; all for a plan without any draft."""
         if self.probs is not None and self.logits is not None:

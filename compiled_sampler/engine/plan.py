@@ -26,11 +26,13 @@ from compiled_sampler.scalars import checked_int
 
 REPLACEABLE = "slot_ids", "draft_counts", "cumulative_drafts"
 """The fields of a plan that an engine may replace; the last one is the other form of ``draft_counts``."""
+DECIDED = "slots", "mode", "num_drafts", "edits", "inexact"
+"""The fields of a plan that the sampler decided."""
 _MOST_SHOWN = 8  # numbers of a batch that a plan prints
 
 
 class PlanOrigin(NamedTuple):
-    """The sampler that made a plan, the requests that it was made for, and what was decided for them."""
+    """The sampler that made a plan, and what it decided."""
 
     owner: SlotState
     """The requests of the sampler."""
@@ -38,11 +40,8 @@ class PlanOrigin(NamedTuple):
     """The sampler's count of added and removed requests when the plan was made."""
     words: bytes
     """The slots as ``words_of_slots``."""
-    slots: tuple[int, ...]
-    mode: Mode
-    num_drafts: tuple[int, ...] | None
-    edits: tuple[str, ...]
-    inexact: tuple[str, ...]
+    decided: tuple[Any, ...]
+    """The fields ``DECIDED`` of the plan, so that a plan in which one was replaced is found out."""
 
     def gone(self) -> np.ndarray:
         """Whether the request of each row ``[R]`` was removed since, as bools; never for padding."""
@@ -53,7 +52,6 @@ class PlanOrigin(NamedTuple):
         return self.owner is other.owner and (self.epoch == self.owner.epoch or not self.gone().any())
 
 
-_DECIDED = PlanOrigin._fields[3:]  # fields of a plan too, so that a plan in which one was replaced is found out
 # A plan from ``Plan.of`` lacks two fields: the first read of one uploads the planned numbers, and sets it. A
 # dataclass leaves defaults on its class, where a cached property answers for what an instance lacks.
 _UPLOADED_SLOTS: Any = cached_property(lambda plan: plan.planned.there["slots"])
@@ -102,13 +100,13 @@ class Plan:
     @classmethod
     def of(cls, origin: PlanOrigin, planned: PlannedTensors, num_proposals: int, width: int) -> Plan:
         """A new plan, without ``slot_ids`` and ``draft_counts``, which are uploaded when they are read."""
-        _, epoch, _, slots, mode, num_drafts, edits, inexact = origin
         # an initialiser that sets one frozen field after another would take twice as long as all else
-        plan = object.__new__(cls)
+        plan, (slots, mode, num_drafts, edits, inexact) = object.__new__(cls), origin.decided
         fields = {
-            "slots": slots, "mode": mode, "num_drafts": num_drafts, "planned": planned, "origin": origin,
-            "edits": edits, "inexact": inexact, "cumulative_drafts": None, "replaced": (),
-            "num_proposals": num_proposals, "width": width, "num_rows": len(slots) + num_proposals, "held_at": epoch,
+            "slots": slots, "mode": mode, "num_drafts": num_drafts, "edits": edits, "inexact": inexact,
+            "planned": planned, "origin": origin, "cumulative_drafts": None, "held_at": origin.epoch,
+            "replaced": (), "slot_buffers": (), "num_proposals": num_proposals, "width": width,
+            "num_rows": len(slots) + num_proposals,
         }  # fmt: skip
         object.__setattr__(plan, "__dict__", fields)
         return plan
@@ -129,7 +127,9 @@ class Plan:
             return ("origin",)
         if not isinstance(self.planned, PlannedTensors):
             return ("planned",)
-        decided = [name for name in _DECIDED if getattr(self, name) is not getattr(self.origin, name)]
+        decided = [
+            name for name, value in zip(DECIDED, self.origin.decided, strict=True) if getattr(self, name) is not value
+        ]
         buffers = []
         for field, name in (("slot_ids", "slots"), ("draft_counts", "num_drafts")):
             tensor = self.__dict__[field]
@@ -144,7 +144,7 @@ class Plan:
         """Whether ``slot_ids`` is the planned tensor and not a buffer of the engine."""
         return "slot_ids" not in self.replaced
 
-    @property
+    @cached_property
     def slot_buffers(self) -> tuple[Tensor, ...]:
         """``slot_ids`` where an engine replaced it by a buffer of its own."""
         return () if self.has_planned_slots else (self.slot_ids,)
@@ -268,7 +268,8 @@ def padded_parents(plan: Plan, parents: Sequence[Sequence[int]], draft_token_ids
     """The parents of trees that are on the host, as a tensor like the drafts; raise unless they are trees."""
     check_has_drafts(plan, True)
     counts = plan.num_drafts or ()
-    if not _are_lists(parents) or [len(tree) for tree in parents] != [*counts]:
+    are_lists = isinstance(parents, Sequence) and all(isinstance(tree, Sequence) for tree in parents)
+    if not are_lists or [len(tree) for tree in parents] != [*counts]:
         raise ValueError(
             f"parents must have num_drafts={first_of(counts)} numbers for each request, got {parents!r:.200}; [-1] is "
             "one draft that follows the text"
@@ -287,10 +288,6 @@ def padded_parents(plan: Plan, parents: Sequence[Sequence[int]], draft_token_ids
     width = draft_token_ids.shape[-1]
     padded = [(row + [-1] * (width - len(row)))[:width] for row in rows]
     return torch.tensor(padded, dtype=torch.int64).view(len(rows), width).to(draft_token_ids.device)
-
-
-def _are_lists(parents: object) -> bool:
-    return isinstance(parents, Sequence) and all(isinstance(tree, Sequence) for tree in parents)
 
 
 def check_has_drafts(plan: Plan, drafts: bool) -> None:

@@ -45,6 +45,8 @@ _MOST_BATCH_KINDS = 4096  # of batches that are kept
 _FROZEN = "must not be {} inside a capture, which would freeze it; do so before it begins"
 _ADDED, _PLANNED = "a request " + _FROZEN.format("added"), "a new plan " + _FROZEN.format("made")
 _CALLED = _FROZEN.format("called")
+BatchKind = tuple[Mode, tuple[str, ...], tuple[str, ...]]
+"""What serves batches that need the same: the mode, the edits, and those of them that do not promise equal bits."""
 
 
 class RequestHolder:
@@ -66,7 +68,7 @@ class RequestHolder:
         self._is_capturing = capture_check(device)
         self._requests = SlotState(num_slots, modes, device, generator, edits, most_rows)
         self._plans: dict[Any, Plan] = {}  # a plan that is made again costs 12 us, and an upload
-        self._batch_kinds: dict[Any, tuple[Mode, tuple[str, ...], tuple[str, ...]]] = {}
+        self._batch_kinds: dict[Any, BatchKind] = {}
         self._planned_at = 0  # the epoch of the requests that they are of
         self._uploads_at_once = False
         self._reserve, self._checked_by = DeviceReserve(device) if device.type == "cuda" else None, checked_by
@@ -258,20 +260,31 @@ class RequestHolder:
             self._planned_at = self._requests.epoch
         key = words, mode, count_words, served
         plan = self._plans.get(key)
-        if plan is None:
-            if self._is_capturing():
-                raise RuntimeError(_PLANNED)
-            kind = self._kind(self._requests.needs_of_batch(ids, words), mode, served, ids)
-            plan = self._new_plan(kind, ids, words, counts, count_words)
-            if len(self._plans) >= _MOST_PLANS:
-                self._plans.clear()
-            self._plans[key] = plan
+        if plan is not None:
+            return plan
+        if self._is_capturing():
+            raise RuntimeError(_PLANNED)
+        best, needed, inexact = self._kind(self._requests.needs_of_batch(ids, words), mode, served, ids)
+        if self._requests.is_pending:
+            self._requests.upload_before_step()
+        numbers, num_proposals, width = {"slots": words}, 0, 0
+        if counts is not None and count_words is not None:
+            num_proposals, width = sum_and_width(count_words, counts, len(ids))
+            numbers["num_drafts"] = count_words
+        if needed:
+            check_once(needed, ids)
+        draft_sizes = () if counts is None else (len(ids), num_proposals, len(ids) * width)
+        place = None if self._reserve is None else self._reserve.promise(room(len(ids), *draft_sizes))
+        origin = PlanOrigin(self._requests, self._requests.epoch, words, (ids, best, counts, needed, inexact))
+        if len(self._plans) >= _MOST_PLANS:
+            self._plans.clear()
+        plan = self._plans[key] = Plan.of(origin, PlannedTensors(numbers, self.device, place), num_proposals, width)
         return plan
 
     def _kind(
         self, needs: int, mode_name: str | None, served: tuple[str, ...] | None, slots: Sequence[int]
-    ) -> tuple[Mode, tuple[str, ...], tuple[str, ...]]:
-        """The mode for a batch, the edits that serve it, and the inexact ones of them; remembered, it saves 15 us.
+    ) -> BatchKind:
+        """What serves a batch; remembered, it saves 15 us.
 
         What its steps do not serve is brought to the device: a capture may be the first to run one.
         """
@@ -339,28 +352,3 @@ class RequestHolder:
         if self._requests.is_pending:
             self._requests.upload_before_step()
         return is_captured
-
-    def _new_plan(
-        self,
-        kind: tuple[Mode, tuple[str, ...], tuple[str, ...]],
-        slots: tuple[int, ...],
-        words: bytes,
-        counts: tuple[int, ...] | None,
-        count_words: bytes | None,
-    ) -> Plan:
-        if self._requests.is_pending:
-            self._requests.upload_before_step()
-        mode, edits, inexact = kind
-        numbers, num_proposals, width = {"slots": words}, 0, 0
-        if counts is not None and count_words is not None:
-            num_proposals, width = sum_and_width(count_words, counts, len(slots))
-            numbers["num_drafts"] = count_words
-        if edits:
-            check_once(edits, slots)
-        origin = PlanOrigin(self._requests, self._requests.epoch, words, slots, mode, counts, edits, inexact)
-        place = None
-        if self._reserve is not None:
-            count = len(slots)
-            draft_sizes = () if counts is None else (count, num_proposals, count * width)
-            place = self._reserve.promise(room(count, *draft_sizes))
-        return Plan.of(origin, PlannedTensors(numbers, self.device, place), num_proposals, width)

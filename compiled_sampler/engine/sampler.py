@@ -226,8 +226,7 @@ class Sampler(RequestHolder):
 
         shape = plan.mode.name, rows, plan.num_drafts is None, plan.replaced
         key = "sample", *shape, edits, logprobs, is_one_of_several
-        read = (*tensors.values(), *plan.slot_buffers)
-        launch = self._calls.launch_for(key, read, out, resolve, is_captured)
+        launch = self._calls.launch_for(key, (*tensors.values(), *plan.slot_buffers), out, resolve, is_captured)
         drawn: SampleOutputs = launch(plan, tensors, out)
         return drawn
 
@@ -499,16 +498,12 @@ class Sampler(RequestHolder):
         Raises:
             RuntimeError, TypeError, ValueError: as ``sample``.
         """
-        self._check_current(plan)
-        edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs)
-        self._check_rows(plan, logits, positions, edits, edit_tensors)
+        edits, tensors = self._inputs_by_row(plan, logits, positions, token_bitmask, edit_inputs)
         results: Any = None if out is None else ProbabilityOutputs(out)
         if results is not None:
-            read = (logits, *edit_tensors.values(), *plan.device_tensors, *self._custom.states.every, positions)
+            read = (*tensors.values(), positions, *plan.device_tensors, *self._custom.states.every)
             check_outputs(results, ProbabilityOutputs, plan.num_rows, self._logits.vocab_size, self.device, read)
-        step = Step("probabilities", plan.mode, edits=edits)
-        tensors = _tensors_by_row(plan, logits, positions, edit_tensors)
-        results = self._runner.launch(step, plan, tensors, results)
+        results = self._runner.launch(Step("probabilities", plan.mode, edits=edits), plan, tensors, results)
         law: Tensor = results.probabilities
         return law
 
@@ -538,26 +533,33 @@ class Sampler(RequestHolder):
         Raises:
             RuntimeError, TypeError, ValueError: as ``sample``.
         """
-        self._check_current(plan)
-        edits, edit_tensors = self._edits_of(plan, token_bitmask, edit_inputs)
-        self._check_rows(plan, logits, positions, edits, edit_tensors)
-        step = Step("edited_logits", plan.mode, edits=edits)
-        edited: EditedOutputs = self._runner.launch(step, plan, _tensors_by_row(plan, logits, positions, edit_tensors))
+        edits, tensors = self._inputs_by_row(plan, logits, positions, token_bitmask, edit_inputs)
+        edited: EditedOutputs = self._runner.launch(Step("edited_logits", plan.mode, edits=edits), plan, tensors)
         return edited.logits
 
-    def _check_rows(
+    def _inputs_by_row(
         self,
         plan: Plan,
         logits: Tensor,
         positions: Tensor | None,
-        edits: tuple[str, ...],
-        edit_tensors: Mapping[str, Tensor],
-    ) -> None:
+        token_bitmask: Tensor | None,
+        edit_inputs: Mapping[str, Tensor] | None,
+    ) -> tuple[tuple[str, ...], dict[str, Tensor]]:
+        """The edits of a call that draws nothing, and its inputs, one entry a row, with drafts too."""
+        self._check_current(plan)
+        edits, tensors = self._edits_of(plan, token_bitmask, edit_inputs)
         check_logits(logits, plan.num_rows, self._logits)
-        self._custom.check_given(plan.edits, edit_tensors, plan.num_rows, self.device)
+        self._custom.check_given(plan.edits, tensors, plan.num_rows, self.device)
         check_has_positions(edits, positions)
-        if positions is not None:
+        if positions is None:
+            positions = torch.zeros(len(plan.slots), dtype=torch.int64, device=self.device)  # nothing depends on them
+        else:
             check_positions(positions, len(plan.slots), self.device)
+        tensors |= {"logits": logits, "positions": positions}
+        if plan.num_drafts is not None:
+            slots, row_positions = entries_of_rows(plan.slot_ids, plan.counts, positions, plan.num_rows)
+            tensors |= {"slots": slots, "positions": row_positions}
+        return edits, tensors
 
     def warmup(
         self, progress: Progress | None = None, modes: Collection[str] | None = None, *, wait: bool = True
@@ -648,16 +650,3 @@ class Sampler(RequestHolder):
     def statistics(self) -> SamplerStatistics:
         """The counts of captures, replays and fallbacks, the bytes that are held, and the stages that run eager."""
         return self._runner.statistics()
-
-
-def _tensors_by_row(
-    plan: Plan, logits: Tensor, positions: Tensor | None, edit_tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """The inputs of a step that draws nothing, one entry a row, with drafts too; positions of None count as 0."""
-    if positions is None:
-        positions = torch.zeros(len(plan.slots), dtype=torch.int64, device=logits.device)
-    tensors = {"logits": logits, "positions": positions, **edit_tensors}
-    if plan.num_drafts is not None:
-        slots, row_positions = entries_of_rows(plan.slot_ids, plan.counts, positions, plan.num_rows)
-        tensors["slots"], tensors["positions"] = slots, row_positions
-    return tensors

@@ -166,7 +166,8 @@ class StepExecutor:
             is_uncovered = idle_status(inputs.table, inputs.slots) == int(RowStatus.NOT_COVERED)
             results.logits.masked_fill_(is_uncovered[:, None], -math.inf)
         elif self._is_definition:
-            results = probabilities_by_definition(step.mode, inputs)
+            edited = _edited(step.mode, inputs)
+            results = probabilities(edited, vocab_size=step.mode.vocab_size, base_is_row=step.mode.base_is_row)
         else:
             results = probability_step(step.mode, inputs, self._run)
         if self._shard is None:
@@ -222,12 +223,6 @@ def drawn_by_definition(mode: Mode, inputs: SampleInputs) -> SampleOutputs:
     if inputs.stops is None:
         return drawn
     return with_finished(drawn, inputs.slots, inputs.stops)._replace(logprobs=drawn.logprobs)
-
-
-def probabilities_by_definition(mode: Mode, inputs: SampleInputs) -> ProbabilityOutputs:
-    """The distribution that ``drawn_by_definition`` draws from."""
-    edited = _edited(mode, inputs)
-    return probabilities(edited, vocab_size=mode.vocab_size, base_is_row=mode.base_is_row)
 
 
 def verified_by_definition(mode: Mode, inputs: VerifyInputs) -> VerifyOutputs:

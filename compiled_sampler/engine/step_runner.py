@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ from compiled_sampler.modes import Mode, Verification, probabilities_mode, verif
 from compiled_sampler.pipeline.logprobs import top_mode
 from compiled_sampler.pipeline.schedule import warmup_batches
 from compiled_sampler.shard import VocabularyShard
-from graph_cache import BufferSpec, CacheStatistics, CaptureError, GraphCache, copy_tensors
+from graph_cache import BufferSpec, CacheStatistics, GraphCache, LateCaptures, copy_tensors
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,6 @@ OUTPUTS: dict[str, Any] = {
 }
 """What each kind of step returns."""
 _MOST_CHOSEN = 256  # kinds of calls whose step is known; those with logprobs of given ids are as many as their ids
-_MOST_CAPTURES = 2  # attempts for steps of one kind, until a warm-up
 _logger = logging.getLogger("compiled_sampler")
 Launch = Callable[..., Any]
 """``launch(plan, tensors, out)``: the results of a step on the way that ``StepRunner.resolve`` chose."""
@@ -96,8 +95,7 @@ class StepRunner:
         self.largest_bucket = self._cache.ladder.largest  # rows of the largest batch that is captured
         self._sizes = sorted({*self._cache.ladder.sizes, most})
         self._registered: dict[str, Step] = {}
-        self._captures_late = False
-        self._failed_captures: Counter[tuple[str, int]] = Counter()  # of steps by name, with the number of requests
+        self._late: LateCaptures | None = None  # since a warm-up that did not wait
         self._chosen: dict[Any, Step] = {}  # of 75 registered steps a choice takes 50 us, of a verification 320
         self._staged = requests.staged
         self._executor = StepExecutor(
@@ -128,9 +126,7 @@ class StepRunner:
             return {**plan.inputs(step.reads_counts, on_host), **of_call}
 
         into, given = out if out is None or step.logprobs is None else flat(out), inputs(plan, tensors, True)
-        may_come = self._captures_late and self._failed_captures[step.name, len(plan.slots)] < _MOST_CAPTURES
-        if may_come and self._stages is not None and self._stages.are_settled:
-            may_come = self._capture(step, len(plan.slots), given, into)
+        may_come = self._late is not None and self._late.capture(step.name, given, len(plan.slots), into) is None
         route, rows = self._cache.route(step.name, given, out=into, is_exact=is_exact)
         on_host, replay = route.key is not None, route.run
         self._staged.steps_are_replays = on_host
@@ -163,20 +159,6 @@ class StepRunner:
             return self._chosen[step]
         fits = (known for known in self._registered.values() if known.can_replace(step, self.custom.of_call))
         return self._remembered(step, min(fits, key=lambda known: len(known.edits), default=step))
-
-    def _capture(self, step: Step, count: int, given: dict[str, Any], out: Any) -> bool:
-        """Capture the variant for such a batch; whether a later call shall try again."""
-        assert self._stages is not None
-        try:
-            self._cache.capture_for(step.name, given, out=out)
-        except CaptureError as error:
-            if not self._stages.are_settled:  # a stage was wanted that nobody had asked for before
-                return True
-            self._failed_captures[step.name, count] += 1  # the reason may pass: memory, a stage that came meanwhile
-            if self._failed_captures[step.name, count] < _MOST_CAPTURES:
-                return True
-            _logger.warning("step %s runs without a graph: %s", step.name, error)
-        return False
 
     def _launch_until_settled(self, launch: Launch, plan: Plan, tensors: dict[str, Tensor], out: Any) -> Any:
         """A launch without a graph, after which the next call captures its variant, if its stages are compiled."""
@@ -228,15 +210,16 @@ class StepRunner:
             self._device, "warmup() must not be called inside a capture, which forbids others; call it before"
         )
         steps = [step for step in self._registered.values() if modes is None or step.is_of(modes)]
-        if self._stages is not None:
-            self._compile(self._stages, steps, progress, waits=waits)
-        self._failed_captures.clear()
-        if self._stages is not None and self._stages.lacks_kernels:
-            return  # the warning of their stages said so
+        stages = self._stages
+        if stages is not None:
+            self._compile(stages, steps, progress, waits=waits)
+            if stages.lacks_kernels:
+                return  # the warning of their stages said so
+            if self._late is not None or (not waits and self._drafts is None):  # a capture forgets what handles name
+                self._late = LateCaptures(self._cache, lambda: stages.are_settled, _logger)
         if self.backend == "graph" and waits:
             self._cache.warmup([step.name for step in steps], progress=progress)
         elif self.backend == "graph":
-            self._captures_late = self._drafts is None  # a capture forgets what handles of drafts name
             self._cache.forget_routes()  # of calls that ran without a graph so far
 
     def _compile(
@@ -322,23 +305,21 @@ class StepRunner:
     def _register(self, step: Step) -> None:
         if step.name in self._registered:
             return
-        inputs = {step.buffer(name): spec for name, spec in self._inputs(step).items()}
+        inputs = self._inputs(step)
+        buffers = {name: step.buffer(name) for name in inputs}
         peers = [known for known in self._registered.values() if (known.kind, known.width) == (step.kind, step.width)]
         covers = [peer.name for peer in peers if step.covers(peer)]
         self._executor.table_of(step)  # made before any capture
         most_copied = step.most_copied if self._shard is None else math.inf  # every rank takes the same route
-        called = partial(self._call_buffers, step)
-        self._cache.register(step.name, called, inputs, covers=covers, most_copied=most_copied)
+        called = partial(_call_buffers, self._executor, step, buffers)
+        specs = {buffers[name]: spec for name, spec in inputs.items()}
+        self._cache.register(step.name, called, specs, covers=covers, most_copied=most_copied)
         self._registered[step.name] = step
 
     def _inputs(self, step: Step) -> dict[str, BufferSpec]:
         """The inputs of a step by name, those of the user's edits too."""
         of_edits = () if step.mode.from_probabilities else step.edits
         return {**step.inputs(self._dtype, self._columns), **self.custom.buffers(of_edits, step.width + 1)}
-
-    def _call_buffers(self, step: Step, **tensors: Tensor) -> Any:
-        results = self._executor(step, **{name: tensors[step.buffer(name)] for name in self._inputs(step)})
-        return results if step.logprobs is None else flat(results)
 
     def _samples(self, step: Step) -> Iterator[tuple[int, int, bool]]:
         """Entries, rows, and whether logits are the bound ones, of the batches that between them use every kernel."""
@@ -357,8 +338,18 @@ class StepRunner:
     def _padding(self, step: Step, sample: tuple[int, int, bool], bound: Tensor | None) -> dict[str, Tensor]:
         """Inputs of a sample of padding, whose logits are the first rows of ``bound`` if the sample says so."""
         size, rows, is_bound = sample
-        padding = _padding(self._inputs(step), size, rows, self._device)
+        padding = {}
+        for name, spec in self._inputs(step).items():
+            count = rows if name in ("logits", MASK) or name.startswith(GIVEN) else size * spec.times
+            padding[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=self._device)
         return {**padding, "logits": bound[:rows]} if is_bound and bound is not None else padding
+
+
+# No method: the cache holds it, and graphs of a sampler that is dropped must not wait for the cyclic collector.
+def _call_buffers(executor: StepExecutor, step: Step, buffers: Mapping[str, str], **tensors: Tensor) -> Any:
+    """The results of a step on its buffers, which are by input; flat, as the cache takes them."""
+    results = executor(step, **{name: tensors[buffer] for name, buffer in buffers.items()})
+    return results if step.logprobs is None else flat(results)
 
 
 def _empty_results(
@@ -407,15 +398,6 @@ def _steps_of(
         yield Step("probabilities", mode, edits=edits)
 
 
-def _padding(inputs: Mapping[str, BufferSpec], size: int, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Inputs of a step for ``size`` entries that are all padding, with ``rows`` rows of logits."""
-    padding = {}
-    for name, spec in inputs.items():
-        count = rows if name in ("logits", MASK) or name.startswith(GIVEN) else size * spec.times
-        padding[name] = torch.full((count, *spec.shape), spec.fill, dtype=spec.dtype, device=device)
-    return padding
-
-
 def _with_hard_rows(step: Step, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Inputs of a step whose logits and proposals are such as compiled code may treat otherwise than eager torch."""
     of_logits, of_drafts = step.mode.from_probabilities, step.mode.drafts == "probabilities"
@@ -425,9 +407,10 @@ def _with_hard_rows(step: Step, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     return hard
 
 
-_PREFIX = "logprobs_"
 _FLAT: dict[type, Any] = {
-    kind: namedtuple(f"Flat{kind.__name__}", [*kind._fields[:-1], *(_PREFIX + name for name in LogprobOutputs._fields)])
+    kind: namedtuple(
+        f"Flat{kind.__name__}", [*kind._fields[:-1], *(f"logprobs_{name}" for name in LogprobOutputs._fields)]
+    )
     for kind in (SampleOutputs, VerifyOutputs)
 }
 _NESTED: dict[type, Any] = {flat: kind for kind, flat in _FLAT.items()}
@@ -439,16 +422,12 @@ def flat(results: SampleOutputs | VerifyOutputs) -> Any:
     return _FLAT[type(results)](*fields, *(logprobs or ()))
 
 
-def nested(results: Any) -> Any:
-    """The results that ``flat`` was made of."""
+def _replay_flat(replay: Callable[..., Any], tensors: dict[str, Any], rows: int, out: Any) -> Any:
+    """The results of a batch of a step with logprobs by a ``replay`` of flat ones, ``replay(tensors, rows, out)``."""
+    if out is not None:
+        replay(tensors, rows, flat(out))
+        return out
+    results = replay(tensors, rows, None)
     kind = _NESTED[type(results)]
     count = len(kind._fields) - 1
     return kind(*results[:count], LogprobOutputs(*results[count:]))
-
-
-def _replay_flat(replay: Callable[..., Any], tensors: dict[str, Any], rows: int, out: Any) -> Any:
-    """The results of a batch of a step with logprobs by a ``replay`` of flat ones, ``replay(tensors, rows, out)``."""
-    if out is None:
-        return nested(replay(tensors, rows, None))
-    replay(tensors, rows, flat(out))
-    return out

@@ -30,7 +30,6 @@ from compiled_sampler.engine.drafts import (
     HandleTokens,
     Proposals,
     check_handles,
-    in_sampler_dtype,
     proposals_of,
 )
 from compiled_sampler.engine.plan import (
@@ -129,7 +128,7 @@ class Verifier:
         check_positions(call.positions, count, device)
         check_rule(rule)
         check_keeps_watermark(plan, mode, rule)
-        proposals = self._in_sampler_dtype(call.proposals)
+        proposals = call.proposals.in_dtype(self._logits.dtype)
         forms = proposals.forms(rule, plan)
         if proposals.probs is not None:
             check_logits(proposals.probs, plan.num_proposals, self._probs, "draft_probs")
@@ -158,34 +157,33 @@ class Verifier:
 
     def _resolve(self, plan: Plan, mode: Mode, rule: str, call: VerifyCall, out: Any) -> Launch:
         """The narrowest registered step that is wide enough, for arguments like these, which are checked."""
-        proposals, width = self._in_sampler_dtype(call.proposals), call.width(plan)
+        proposals, width = call.proposals.in_dtype(self._logits.dtype), call.width(plan)
         wanted = Step("verify", mode, width, call.edits, call.logprobs, of_trees=call.parents is not None)
         step = self._runner.verification(wanted, rule, proposals.forms(rule, plan), not plan.has_planned_slots)
         # A tensor is made in each call where drafts are narrower than the step or flat, where draft logits are
         # converted, and where counts come as sums.
         is_moved = plan.cumulative_drafts is not None or (call.token_ids.dim() == 1 and not plan.has_equal_counts)
         if step.width != width or proposals.logits is not call.proposals.logits or is_moved:
-            launch: Launch = partial(self._verify_derived, step)
+            launch: Launch = partial(_verify_derived, self._runner, self._logits.dtype, step)
         else:
             resolved = self._runner.resolve(step, plan, _step_inputs(plan, call, step), out)
             launch = lambda plan, call, out: resolved(plan, _step_inputs(plan, call, step), out)  # noqa: E731
         return partial(_verify_counted, launch) if plan.replaced else launch
 
-    def _verify_derived(self, step: Step, plan: Plan, call: VerifyCall, out: VerifyOutputs | None) -> VerifyOutputs:
-        """Run a step with inputs that are made in each call, so that its route is chosen anew each time."""
-        tensors = _step_inputs(plan, call._replace(proposals=self._in_sampler_dtype(call.proposals)), step)
-        width = call.width(plan)
-        is_wider = step.width != width
-        verified: VerifyOutputs = self._runner.launch(step, plan, tensors, None if is_wider else out)
-        if not is_wider:
-            return verified
-        verified = _first_places(verified, width + 1)
-        return verified if out is None else copied(verified, out)
 
-    def _in_sampler_dtype(self, proposals: Proposals) -> Proposals:
-        if proposals.logits is None:
-            return proposals
-        return proposals._replace(logits=in_sampler_dtype(proposals.logits, self._logits.dtype))
+# No method: ``Calls`` holds it, and would hold itself by the verifier.
+def _verify_derived(
+    runner: StepRunner, dtype: torch.dtype, step: Step, plan: Plan, call: VerifyCall, out: VerifyOutputs | None
+) -> VerifyOutputs:
+    """Run a step with inputs that are made in each call, so that its route is chosen anew each time."""
+    tensors = _step_inputs(plan, call._replace(proposals=call.proposals.in_dtype(dtype)), step)
+    width = call.width(plan)
+    is_wider = step.width != width
+    verified: VerifyOutputs = runner.launch(step, plan, tensors, None if is_wider else out)
+    if not is_wider:
+        return verified
+    verified = _first_places(verified, width + 1)
+    return verified if out is None else copied(verified, out)
 
 
 def _verify_counted(launch: Launch, plan: Plan, call: VerifyCall, out: Any) -> VerifyOutputs:

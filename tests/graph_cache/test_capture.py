@@ -1,5 +1,6 @@
 """Preparing, failing to prepare, evicting and counting variants."""
 
+import contextlib
 import gc
 from unittest import mock
 
@@ -44,6 +45,22 @@ def test_a_recorded_capture_writes_nothing_as_one_on_a_device():
     assert [target.tolist(), *(each.tolist() for each in kept)] == [[0.0] * 3, [0.0] * 2, [0.0] * 2]
     replay()
     assert [target.tolist(), *(each.tolist() for each in kept)] == [[1.0] * 3, [2.0] * 2, [2.0] * 2]
+
+
+@pytest.mark.parametrize("failures", [0, 1])
+def test_what_the_caller_wrote_into_a_lent_buffer_outlasts_a_capture(backend, failures):
+    """The padding of a capture once stayed there, and the batch was lost."""
+    cache = cache_of(Spied(), backend)
+    tensors = batch(2)
+    for name in ("scale", "shift"):
+        own = cache.input_buffer(name)
+        own[:2] = tensors[name]
+        tensors[name] = own[:2]
+    wanted = expected(tensors)
+    backend.failures = [RuntimeError("planted")] * failures
+    with pytest.raises(CaptureError) if failures else contextlib.nullcontext():
+        assert cache.capture_for("score", tensors)
+    assert same_bits(cache.run("score", tensors), wanted)
 
 
 def test_variants_and_callables_with_results_of_one_layout_share_buffers_of_the_largest_bucket():

@@ -40,7 +40,10 @@ class CustomEditSet:
             end += 1 + len(self._params[name])
         # numbers of a request, 8 bytes each
         self.num_columns = -(-end // _ALIGNED) * _ALIGNED
-        self._numbers_without = self._without()
+        # those of a request that has none of these edits, which are called with its row all the same
+        self._numbers_without = np.zeros(self.num_columns, np.int64)
+        for name, each in self._edits.items():
+            self._set_params(self._numbers_without, name, numbers_without(each))
         self.inexact = tuple(name for name, each in self._edits.items() if not each.bit_exact)
         # those that read tensors of the call
         self.of_call = tuple(name for name, each in self._edits.items() if each.inputs)
@@ -74,13 +77,6 @@ class CustomEditSet:
         for name, given in params.custom:
             row[self._starts[name]] = 1
             self._set_params(row, name, checked_request(self._edits[name], given))
-        return row
-
-    def _without(self) -> np.ndarray:
-        """The numbers of a request that has none of these edits; they are called with its row all the same."""
-        row = np.zeros(self.num_columns, np.int64)
-        for name, each in self._edits.items():
-            self._set_params(row, name, numbers_without(each))
         return row
 
     def _set_params(self, row: np.ndarray, name: str, values: Mapping[str, float | int]) -> None:

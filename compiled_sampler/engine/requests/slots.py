@@ -21,8 +21,10 @@ import torch
 
 from compiled_sampler.batch import SlotTable
 from compiled_sampler.core.arithmetic import LOG2_E, log2_of_number
-from compiled_sampler.edits.names import EDITS, LEAVES, MASK
+from compiled_sampler.edits.edit_spec import EditSizes
+from compiled_sampler.edits.names import LEAVES, MASK
 from compiled_sampler.engine.boundary.arguments import FEW, numbers_of, words_of
+from compiled_sampler.engine.requests.custom_edits import CustomEditSet
 from compiled_sampler.engine.requests.edit_slots import EditSlots
 from compiled_sampler.engine.requests.uploads import LEAST_ENTRIES, StagedTable
 from compiled_sampler.modes import Mode, uncovered
@@ -130,11 +132,14 @@ class SlotState:
         modes: Sequence[Mode],
         device: torch.device,
         generator: torch.Generator | None = None,  # of seeds of None; else the operating system
-        edits: EditSlots | None = None,  # for a state whose requests have none
+        edits: EditSlots | None = None,  # None for one without a history
         most_rows: int = 0,  # of the inputs that lie in the mirror beside the table
     ) -> None:
-        self._modes, self._generator, self._edits = tuple(modes), generator, edits
-        self._vocab_size = modes[0].vocab_size
+        self._modes, self._generator, self._vocab_size = tuple(modes), generator, modes[0].vocab_size
+        if edits is None:
+            none = CustomEditSet((), self._vocab_size, device, num_slots)
+            edits = EditSlots(num_slots, self._vocab_size, EditSizes(), 0, device, none)
+        self._edits = edits
         self._request_kinds: dict[tuple[float, int, float, float], RequestKind] = {}
         neutral = SamplingParams(seed=0)
         kind = self._kind(neutral)
@@ -171,9 +176,9 @@ class SlotState:
         key = mode_name, tuple(name for name in edits if name not in _BY_CALL)
         table = self._tables.get(key)
         if table is None:
-            names = EDITS if self._edits is None else self._edits.custom.all_names
+            needs = unserved_needs(self._modes, *key, self._edits.custom.all_names)
             with torch.inference_mode(False):
-                unserved = torch.full_like(self.table.unserved, unserved_needs(self._modes, *key, names))
+                unserved = torch.full_like(self.table.unserved, needs)
             table = self._tables[key] = self.table._replace(unserved=unserved)
         return table
 
@@ -189,8 +194,7 @@ class SlotState:
         """
         if not self.staged.steps_are_replays:
             self.staged.mirror.upload()
-        if self._edits is not None:
-            self._edits.upload()
+        self._edits.upload()
         self.is_pending = False  # only now: where the device fails, a later call tries again
 
     def upload(self) -> None:
@@ -205,18 +209,17 @@ class SlotState:
                 f"all {len(self.params)} slots are taken; remove_request() one, or make the Sampler with a larger "
                 "max_num_requests"
             )
-        edits = () if self._edits is None else self._edits.checked(params, prompt, output)
+        edits = self._edits.checked(params, prompt, output)
         if params.seed is None:
             params = dataclasses.replace(params, seed=new_seed(self._generator))
         slot = heapq.heappop(self._free)
         try:
             kind, self.is_pending = self._kind(params), True
             needs = kind.needs
-            if self._edits is not None and edits:
+            if edits:
                 needs |= edit_bits(edits, self._edits.custom.all_names)
             self.staged.write(slot, as_int64(params.seed or 0), needs, kind.entry)
-            if self._edits is not None:
-                self._edits.add(slot, params, edits, prompt, output)
+            self._edits.add(slot, params, edits, prompt, output)
         except BaseException:
             heapq.heappush(self._free, slot)  # nobody else knows it
             raise

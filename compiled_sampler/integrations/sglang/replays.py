@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_sampler.lowering.compiled_stages import CompiledStages
-from graph_cache import BufferSpec, CaptureBackend, CaptureError, GraphCache
+from graph_cache import BufferSpec, CaptureBackend, GraphCache, LateCaptures
 
 
 class Drawn(NamedTuple):
@@ -36,8 +35,6 @@ ROWS = {
 MOST_ROWS = 256
 MOST_LOGITS_BYTES = 256 << 20
 """The limits of the largest bucket; its logits lie in a buffer of the cache."""
-_MOST_FAILURES = 2
-
 _logger = logging.getLogger("compiled_sampler")
 
 
@@ -59,61 +56,32 @@ class ReplayedDraws:
         most = min(MOST_ROWS, MOST_LOGITS_BYTES // (logits.shape[1] * logits.dtype.itemsize))
         sizes = [1 << power for power in range(most.bit_length())]  # powers of two up to the most
         self._cache = GraphCache(logits.device, sizes, backend=capture_backend)
+        self._late = LateCaptures(self._cache, lambda: stages.are_settled, _logger)
         self._modes: set[str] = set()  # registered
-        self._captured: set[tuple[str, int | None]] = set()
-        self._failures: Counter[tuple[str, int | None]] = Counter()
+        self._captured: set[tuple[str, int]] = set()
 
     def __call__(self, mode: str, logits: Tensor, rows: Mapping[str, Tensor]) -> Tensor:
         """The tokens of a batch, int32 ``[B]``, in memory that no later draw writes.
 
         A mode always has the same ``rows``, by name.
         """
-        tensors = {"logits": logits, **rows}
-        variant = mode, self._bucket(logits)
-        if variant in self._captured:
+        tensors, bucket = {"logits": logits, **rows}, self._bucket(logits)
+        if (mode, bucket) in self._captured:
             replayed: Drawn = self._cache.run(mode, tensors)
             return replayed.token_ids
         before = self._stages.num_uncompiled_calls
-        drawn = self._draw(mode, **tensors)
-        is_compiled = self._stages.num_uncompiled_calls == before and self._stages.are_settled
-        may_come = variant[1] is not None and self._failures[variant] < _MOST_FAILURES
-        if may_come and is_compiled and not self._stages.lacks_kernels:
-            self._capture(variant, tensors)
+        drawn = self._draw(mode, **tensors)  # first, as it asks for the stages
+        if bucket is None or self._stages.num_uncompiled_calls != before or self._stages.lacks_kernels:
+            return drawn.token_ids
+        if mode not in self._modes:
+            inputs = {name: ROWS.get(name, self._logits) for name in tensors}
+            self._cache.register(mode, functools.partial(self._draw, mode), inputs)
+            self._modes.add(mode)
+        if self._late.capture(mode, tensors, bucket):
+            self._captured.add((mode, bucket))
         return drawn.token_ids
 
     def _bucket(self, logits: Tensor) -> int | None:
         """The rows of the variant that serves a batch; None where none may."""
         fits = logits.shape[1:] == self._logits.shape and logits.dtype is self._logits.dtype
         return self._cache.ladder.bucket_for(logits.shape[0]) if fits and logits.shape[0] else None
-
-    def _capture(self, variant: tuple[str, int | None], tensors: Mapping[str, Tensor]) -> None:
-        """Capture the variant of a batch, unless a stage for so many rows is still to be compiled."""
-        mode, bucket = variant
-        if mode not in self._modes:
-            inputs = {name: ROWS.get(name, self._logits) for name in tensors}
-            self._cache.register(mode, functools.partial(compiled_draw, self._draw, self._stages, mode), inputs)
-            self._modes.add(mode)
-        try:
-            if self._cache.capture_for(mode, tensors):
-                self._captured.add(variant)
-        except CaptureError as error:
-            self._failures[variant] += 1 if isinstance(error.__cause__, NotCompiled) else _MOST_FAILURES
-            if self._failures[variant] >= _MOST_FAILURES:
-                _logger.warning("draws of mode %s and up to %d rows run without a graph: %s", mode, bucket, error)
-
-
-class NotCompiled(RuntimeError):
-    """A draw ran a stage in eager torch; the stage was asked for."""
-
-
-def compiled_draw(draw: Draw, stages: CompiledStages, mode: str, **tensors: Tensor) -> Drawn:
-    """The draw that a cache captures. No method: the cache's graphs would only leave as garbage.
-
-    Raises:
-        NotCompiled: a stage has no compiled form for so many rows, which may be more than those of the batch before.
-    """
-    before = stages.num_uncompiled_calls
-    drawn = draw(mode, **tensors)
-    if stages.num_uncompiled_calls != before:
-        raise NotCompiled(f"stages of mode {mode} are not compiled for {len(tensors['logits'])} rows")
-    return drawn

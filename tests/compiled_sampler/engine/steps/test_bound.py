@@ -162,6 +162,23 @@ def test_a_graph_that_left_is_released_with_the_next_call():
     assert all(each() is None for each in variants)
 
 
+def test_the_graphs_of_a_dropped_sampler_are_released_at_once():
+    """Registered callables and remembered calls once held their own cache, so that memory waited for the collector."""
+    gc.disable()
+    try:
+        sampler = bound_to(holding("cpu", "eager"), logits=normal(R, 0))
+        sampler.sample(sampler.plan(range(R), "full"), normal(R, 0), torch.arange(R))
+        plan = sampler.plan(range(R), num_drafts=[1] * R)
+        for replaced in (plan, dataclasses.replace(plan, slot_ids=torch.arange(R))):
+            sampler.verify(replaced, normal(2 * R, 0), torch.zeros(R, dtype=torch.int64), torch.arange(R))
+        held = [weakref.ref(sampler._runner._cache), weakref.ref(sampler._verifier)]
+        assert held[0]()._variants
+        del sampler, plan, replaced
+        assert [each() for each in held] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_what_cannot_be_bound_is_refused_and_what_was_bound_stays(sampler):
     device, good = sampler.device, normal(8, 0).to(sampler.device)
     bound_to(sampler, logits=good)

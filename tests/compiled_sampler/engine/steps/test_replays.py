@@ -195,7 +195,7 @@ def test_a_capture_that_always_fails_is_given_up_until_the_next_warmup(late, cap
 
 
 def test_a_call_that_ran_before_the_warmup_is_captured_after_it(late):
-    late.sampler._runner._captures_late = False
+    late.sampler._runner._late = None
     assert late.captures_after(2) == 0
     late.sampler.warmup(modes=["greedy"], wait=False)
     assert late.captures_after(2) == 1

@@ -45,6 +45,8 @@ class Replayed:
         self.backend = RecordingBackend()
         self.uncompiled_rows: set[int] = set()
         """Numbers of rows that run a stage in eager torch."""
+        self.refused_rows: set[int] = set()
+        """Numbers of rows that no capture takes, for the same reason."""
         self.num_direct = 0
         self.draws = ReplayedDraws(self.draw, self.stages, torch.empty(1, VOCAB), self.backend)
 
@@ -54,6 +56,8 @@ class Replayed:
 
         self.num_direct += 1
         self.stages.num_uncompiled_calls += len(tensors["logits"]) in self.uncompiled_rows
+        if len(tensors["logits"]) in self.refused_rows:
+            raise RuntimeError("planted")
         return drawn_tokens("eager", mode, **tensors)
 
     def steps(self, mode: str, count: int, vocab_size: int = VOCAB) -> list[Tensor]:
@@ -132,12 +136,12 @@ def test_nothing_is_captured_while_something_lacks(replayed: Replayed, lack: str
 
 
 def test_a_variant_waits_for_stages_of_its_bucket(replayed: Replayed, caplog: pytest.LogCaptureFixture) -> None:
-    replayed.uncompiled_rows = {4}  # batches have 3 rows
+    replayed.refused_rows = {4}  # batches have 3 rows
     replayed.steps("min_p", 1)
     replayed.stages.are_settled = False  # the attempt has asked for them
     replayed.steps("min_p", 3)
     assert replayed.backend.num_captures == 0
-    replayed.stages.are_settled, replayed.uncompiled_rows = True, set()
+    replayed.stages.are_settled, replayed.refused_rows = True, set()
     replayed.steps("min_p", 3)
     assert (replayed.backend.num_captures, replayed.backend.num_replays) == (1, 2)
     assert not caplog.text
@@ -156,10 +160,10 @@ def test_a_variant_that_cannot_be_captured_is_logged_once_and_its_tokens_stay(
         elif reason == "memory":
             patch.setattr(StaticTensors, "owned", no_memory)
         else:
-            replayed.uncompiled_rows = {4}  # stages that never compile for so many rows
+            replayed.refused_rows = {4}  # stages that never compile for so many rows
         replayed.steps("min_p", 6)
-    assert len(replayed.backend.failures) == (4 if reason == "capture" else 0)
-    assert caplog.text.count("draws of mode min_p and up to 4 rows run without a graph") == 1
+    assert len(replayed.backend.failures) == (3 if reason == "capture" else 0)
+    assert caplog.text.count("min_p runs without a graph") == 1
     replayed.backend.failures.clear()
     replayed.steps("min_p", 2)
     assert replayed.backend.num_captures == 0
