@@ -25,14 +25,14 @@ TEXT = "\n\n".join(f"The value of number {i}" + " is used in the body of a loop"
 
 
 @pytest.fixture
-def text(tmp_path: Path) -> Path:
+def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text(TEXT)
     return path
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model():
     return runs.load_models()[0].target
 
 
@@ -50,14 +50,12 @@ def run(model: Model, requests: Sequence[Request], most: int, device: str = "cpu
 
 
 @pytest.fixture(scope="module")
-def reference(model: Model) -> Decoded:
+def reference(model):
     return run(model, requests_of(), 7)
 
 
 @pytest.mark.parametrize(("most", "direction"), [(2, -1), (5, 1), (12, -1)])
-def test_streams_do_not_depend_on_arrival_and_running_rows(
-    model: Model, reference: Decoded, most: int, direction: int
-) -> None:
+def test_streams_do_not_depend_on_arrival_and_running_rows(model, reference, most, direction):
     other = run(model, requests_of()[::direction], most)
     assert other.streams == reference.streams
     assert other.compare(reference) == (reference.num_tokens, 0)
@@ -67,7 +65,7 @@ def test_streams_do_not_depend_on_arrival_and_running_rows(
     assert len(other.mode_steps) > 2
 
 
-def test_a_stream_is_what_the_request_draws_alone_from_texts_read_anew(model: Model) -> None:
+def test_a_stream_is_what_the_request_draws_alone_from_texts_read_anew(model):
     requests = requests_of()
     decoded = run(model, requests, 6)
     for request in requests[::4]:
@@ -81,7 +79,7 @@ def test_a_stream_is_what_the_request_draws_alone_from_texts_read_anew(model: Mo
             tokens.append(token)
 
 
-def test_requests_end_at_their_limit_or_at_the_end_of_a_document(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_end_at_their_limit_or_at_the_end_of_a_document(model, monkeypatch):
     requests = requests_of()
     drawn = Counter(token for stream in run(model, requests, 8).streams.values() for token in stream)
     end = drawn.most_common(1)[0][0]  # the real end of a document is too rare for so few tokens
@@ -95,7 +93,7 @@ def test_requests_end_at_their_limit_or_at_the_end_of_a_document(model: Model, m
         assert len(stream) == request.max_tokens or request in ended
 
 
-def test_compare_counts_changed_and_missing_tokens() -> None:
+def test_compare_counts_changed_and_missing_tokens():
     reference = Decoded({0: [1, 2, 3], 1: [4, 5]})
     assert Decoded({1: [4, 5], 0: [1, 2, 3]}).compare(reference) == (5, 0)
     assert Decoded({0: [1, 9, 3], 1: [4]}).compare(reference) == (5, 2)
@@ -110,7 +108,7 @@ def shown(capsys: pytest.CaptureFixture[str], *options: object) -> tuple[int, st
 
 
 @pytest.mark.usefixtures("kept_threads")
-def test_the_demo_says_that_runs_are_identical(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_says_that_runs_are_identical(text, tmp_path, capsys):
     path = tmp_path / "numbers.json"
     options = ["--text", text, "--requests", "30", "--steps", "6", "--no-drafts", "--json", path]
     status, output = shown(capsys, *options)
@@ -127,7 +125,7 @@ def test_the_demo_says_that_runs_are_identical(text: Path, tmp_path: Path, capsy
 
 
 @pytest.mark.usefixtures("kept_threads")
-def test_the_demo_shows_and_stores_every_pairing_of_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_shows_and_stores_every_pairing_of_drafts(tmp_path, capsys):
     path = tmp_path / "numbers.json"
     status, output = shown(capsys, "--requests", 10, "--steps", 6, "--json", path)
     stored = json.loads(path.read_text())
@@ -142,9 +140,7 @@ def test_the_demo_shows_and_stores_every_pairing_of_drafts(tmp_path: Path, capsy
 
 @pytest.mark.usefixtures("kept_threads")
 @pytest.mark.parametrize("drafts", [False, True])
-def test_one_changed_token_is_an_exit_status_of_1(
-    drafts: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_changed_token_is_an_exit_status_of_1(drafts, monkeypatch, capsys):
     decode, verify = runs.decode, SpeculativeEngine.run
 
     def tampered(engine: Engine, requests: Sequence[Request], order: str, progress: Callable[[int], object]) -> Decoded:
@@ -170,16 +166,16 @@ def test_one_changed_token_is_an_exit_status_of_1(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["eager", "compiled", "graph", "captured"])
-def test_cuda_streams_are_the_cpu_ones(model: Model, reference: Decoded, backend: str) -> None:
+def test_cuda_streams_are_the_cpu_ones(model, reference, backend):
     assert run(model, requests_of()[::-1], 6, "cuda", backend).streams == reference.streams
 
 
-def test_a_prompt_of_one_token_is_enough(model: Model) -> None:
+def test_a_prompt_of_one_token_is_enough(model):
     requests = [Request(i, (5, 6, 7)[:i], SamplingParams(seed=0), 1) for i in (1, 2, 3)]
     assert all(len(stream) == 1 for stream in run(model, requests, 3).streams.values())
 
 
-def test_a_text_without_paragraphs_is_refused(tmp_path: Path) -> None:
+def test_a_text_without_paragraphs_is_refused(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("too short")
     with pytest.raises(ValueError, match="must have a paragraph of 120 characters"):
@@ -200,12 +196,12 @@ def test_a_text_without_paragraphs_is_refused(tmp_path: Path) -> None:
         ("codebooks", "6 positions of 8 codebooks, the same codes on every path"),
     ],
 )
-def test_examples_run(name: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_run(name, output, capsys):
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     assert output in capsys.readouterr().out
 
 
-def test_the_cuda_example_ends_well_or_says_what_it_needs() -> None:
+def test_the_cuda_example_ends_well_or_says_what_it_needs():
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(EXAMPLES / "cuda_graph.py"))
     assert ended.value.code == (None if torch.cuda.is_available() else "this example needs a CUDA device")

@@ -33,7 +33,7 @@ BENCH = {**ENVIRONMENT, "table": [cell("greedy", 8, 4.5), cell("greedy", 1, 2.04
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
+def arguments(tmp_path):
     (tmp_path / "docs").mkdir()
     for page, text in zip([*readme.pages(tmp_path), tmp_path / "docs" / "page.md"], SKELETONS, strict=True):
         page.write_text(text)
@@ -49,9 +49,7 @@ def store(folder: Path, **results: object) -> None:
         (folder / f"{name}.json").write_text(json.dumps(content))
 
 
-def test_parts_are_written_from_the_results_files_and_a_missing_one_is_said_to_be_missing(
-    tmp_path: Path, arguments: list[str]
-) -> None:
+def test_parts_are_written_from_the_results_files_and_a_missing_one_is_said_to_be_missing(tmp_path, arguments):
     store(tmp_path, bench=BENCH)
     assert readme.main(arguments) == 0
     lines = text_of(tmp_path).splitlines()
@@ -60,16 +58,14 @@ def test_parts_are_written_from_the_results_files_and_a_missing_one_is_said_to_b
     assert not any("abc123" in line for line in lines)
 
 
-def test_replays_stand_beside_the_kernels_where_they_were_measured(tmp_path: Path, arguments: list[str]) -> None:
+def test_replays_stand_beside_the_kernels_where_they_were_measured(tmp_path, arguments):
     measured = {**cell("greedy", 1, 2.04), "replay_us": 5.66}
     store(tmp_path, bench={**ENVIRONMENT, "table": [measured, cell("greedy", 8, 4.5)]})
     readme.main(arguments)
     assert "| case | B=1 |\n| --- | ---: |\n| greedy | 2.0 / 5.7 |\n" in text_of(tmp_path)
 
 
-def test_check_notices_a_stale_text_and_writes_nothing(
-    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_check_notices_a_stale_text_and_writes_nothing(tmp_path, arguments, capsys):
     assert readme.main([*arguments, "--check"]) == 1
     assert "python -m tools.readme" in capsys.readouterr().err
     assert text_of(tmp_path) == "\n".join(SKELETONS)
@@ -96,13 +92,13 @@ def test_check_notices_a_stale_text_and_writes_nothing(
     ],
     ids=["missing", "on two pages", "unknown"],
 )
-def test_markers_that_do_not_stand_once_are_named(pages: list[str], parts: list[str], message: str) -> None:
+def test_markers_that_do_not_stand_once_are_named(pages, parts, message):
     texts = {Path(f"{number}.md"): text for number, text in enumerate(pages)}
     with pytest.raises(ValueError, match=message):
         readme.rewritten(texts, dict.fromkeys(parts, "x"))
 
 
-def test_the_dispatch_picture_names_and_reaches_every_mode() -> None:
+def test_the_dispatch_picture_names_and_reaches_every_mode():
     picture = readme.dispatch()
     modes = mode_table(151_936, "top_k")
     assert re.findall(r"<b>(.*)</b>", picture) == [mode.name for mode in modes]
@@ -115,14 +111,14 @@ def test_the_dispatch_picture_names_and_reaches_every_mode() -> None:
     assert reached == set(modes)
 
 
-def test_the_pages_are_up_to_date() -> None:
+def test_the_pages_are_up_to_date():
     assert readme.main(["--check"]) == 0
 
 
 RESULTS = ROOT / "tools" / "results"
 
 
-def test_every_case_that_has_a_peer_has_a_line() -> None:
+def test_every_case_that_has_a_peer_has_a_line():
     found = pictures.lines(RESULTS)
     assert [len(line.rows) for line in found] == [5] * 7 + [3] * 2
     assert [line.num_drafts for line in found] == [0] * 7 + [3] * 2
@@ -131,7 +127,7 @@ def test_every_case_that_has_a_peer_has_a_line() -> None:
         assert all(floor < us < peer for floor, us, peer in zip(line.floor_us, line.us, line.peer_us, strict=True))
 
 
-def test_the_pictures_are_drawn(tmp_path: Path) -> None:
+def test_the_pictures_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     trees, speed = tmp_path / "trees.png", tmp_path / "folder" / "speed.png"
     pictures.draw_trees(json.loads((RESULTS / "trees.json").read_text())["records"], trees)
@@ -146,7 +142,7 @@ def run(target: str, question: str, outcome: str = "passed", device: str = "cpu"
     return {**made, "results": [answered]}
 
 
-def test_sections_of_one_target_are_one_column() -> None:
+def test_sections_of_one_target_are_one_column():
     (column,) = merged([run("ours", "law.a"), run("ours", "cost.b", "failed")])
     text = rendered({"runs": [column]})
     assert "| `law.a` | yes |" in text
@@ -154,17 +150,17 @@ def test_sections_of_one_target_are_one_column() -> None:
     assert "4 s; `ask law.a; ask cost.b`" in text
 
 
-def test_questions_of_a_section_with_equal_answers_share_a_line() -> None:
+def test_questions_of_a_section_with_equal_answers_share_a_line():
     asked = [run("ours", name) for name in ("law.a", "law.b", "cost.c")]
     (column,) = merged([*asked, run("ours", "law.d", "not asked")])
     lines = rendered({"runs": [column]}).splitlines()
     assert lines[2:5] == ["| `law.a`, `law.b` | yes |", "| `cost.c` | yes |", "| `law.d` | - |"]
 
 
-def test_a_question_that_is_asked_again_has_its_last_answer() -> None:
+def test_a_question_that_is_asked_again_has_its_last_answer():
     (column,) = merged([run("ours", "law.a", "failed"), run("ours", "law.a")])
     assert [each["outcome"] for each in column["results"]] == ["passed"]
 
 
-def test_other_targets_and_machines_have_columns_of_their_own() -> None:
+def test_other_targets_and_machines_have_columns_of_their_own():
     assert len(merged([run("ours", "law.a"), run("theirs", "law.a"), run("ours", "law.a", device="cuda")])) == 3

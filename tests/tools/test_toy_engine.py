@@ -13,7 +13,7 @@ from tools.model.transformer import Model
 from tools.toy_engine.cached_model import CachedModel
 from tools.toy_engine.decode_step import DecodeStep
 from tools.toy_engine.drafters import Batch, Drafts, drawn, look_up
-from tools.toy_engine.engine import Decoded, Engine, Request, longest
+from tools.toy_engine.engine import Engine, Request, longest
 from tools.toy_engine.runs import load_models, make_requests, prompt_texts
 from tools.toy_engine.speculation import WIDTH, Models, Pairing, SpeculativeEngine, pairings
 
@@ -21,12 +21,12 @@ LENGTH = 24
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
+def model():
     return load_models()[0].target
 
 
 @pytest.fixture(scope="module")
-def texts() -> Tensor:
+def texts():
     return torch.randint(2048, (5, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
@@ -41,7 +41,7 @@ def read(cached: CachedModel, slots: Tensor, positions: Tensor, texts: Tensor) -
     return cached.logits(slots, positions, texts[slots, positions])
 
 
-def test_logits_are_those_of_the_whole_text_however_it_is_read(model: Model, texts: Tensor) -> None:
+def test_logits_are_those_of_the_whole_text_however_it_is_read(model, texts):
     expected = whole(model, texts).to(torch.float32)
     for width in (1, 3, LENGTH):
         cached = CachedModel(model, len(texts), LENGTH)
@@ -53,7 +53,7 @@ def test_logits_are_those_of_the_whole_text_however_it_is_read(model: Model, tex
 
 
 @pytest.mark.gpu
-def test_cuda_logits_are_those_of_the_cpu(model: Model, texts: Tensor) -> None:
+def test_cuda_logits_are_those_of_the_cpu(model, texts):
     """Of 245,760 logits, one in about 1e8 differs in its last bit."""
     positions = torch.arange(LENGTH).repeat(len(texts))
     slots = torch.arange(len(texts)).repeat_interleave(LENGTH)
@@ -68,23 +68,23 @@ NUM_SLOTS = 32
 
 
 @pytest.fixture(scope="module")
-def models() -> Models:
+def models():
     return load_models()[0]
 
 
 @pytest.fixture(scope="module")
-def requests() -> list[Request]:
+def requests():
     return make_requests(load_models()[1], prompt_texts(None), count=14, steps=16)
 
 
 @pytest.fixture(scope="module")
-def reference(models: Models, requests: list[Request]) -> Decoded:
+def reference(models, requests):
     sampler = Sampler(models.target.config.vocab_size, 8, backend="eager")
     return Engine(DecodeStep(models.target, sampler, 8, longest(requests))).run(requests, 8)
 
 
 @pytest.fixture
-def sampler(models: Models) -> Sampler:
+def sampler(models):
     return Sampler(models.target.config.vocab_size, NUM_SLOTS, backend="eager")
 
 
@@ -94,9 +94,7 @@ def engine_of(
     return SpeculativeEngine(models, sampler, longest(requests), uniform)
 
 
-def test_steps_are_saved_where_drafts_are_accepted(
-    models: Models, sampler: Sampler, requests: list[Request], reference: Decoded
-) -> None:
+def test_steps_are_saved_where_drafts_are_accepted(models, sampler, requests, reference):
     engine = engine_of(models, sampler, requests)
     coupled = partial(drawn, model=engine.drafter, width=WIDTH, sampler=sampler, coupled=True)
 
@@ -122,15 +120,13 @@ def test_steps_are_saved_where_drafts_are_accepted(
         ([5, 5, 5, 5], [5]),
     ],
 )
-def test_look_up_drafts_what_followed_the_latest_place(history: list[int], drafts: list[int]) -> None:
+def test_look_up_drafts_what_followed_the_latest_place(history, drafts):
     assert look_up(history, WIDTH) == drafts
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["eager", "compiled", "graph"])
-def test_cuda_streams_are_the_cpu_ones(
-    models: Models, requests: list[Request], reference: Decoded, backend: str
-) -> None:
+def test_cuda_streams_are_the_cpu_ones(models, requests, reference, backend):
     vocab_size = models.target.config.vocab_size
     sampler, on_cpu = (
         Sampler(vocab_size, NUM_SLOTS, "cuda", backend=backend),

@@ -66,7 +66,7 @@ PROBS = torch.softmax(LOGITS, -1)
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(monkeypatch):
     """The functions run eager torch."""
     monkeypatch.setattr(flashinfer, "run_of", lambda backend: call)
     for name in ("sample", "probabilities", "verify_from_probs"):

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -40,14 +40,14 @@ def off_by_one_bit(*tensors: Any, **static: Any) -> Any:
 
 
 @pytest.fixture
-def planted() -> Iterator[None]:
+def planted():
     """A stage is compiled wrongly."""
     with stages_stay_eager({first_from_blocks: off_by_one_bit}):
         yield
 
 
 @pytest.fixture
-def unknown_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def unknown_torch(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "99.2.0")
 
 

@@ -50,7 +50,7 @@ LOGITS = torch.randn(3, 129)
 
 
 @pytest.fixture(autouse=True)
-def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def calls_wait_for_nothing(monkeypatch):
     """As a user has it, with one process."""
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
     monkeypatch.setenv(PROCESSES_VARIABLE, "1")
@@ -59,12 +59,12 @@ def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stages() -> CompiledStages:
+def stages():
     return CompiledStages()
 
 
 @pytest.fixture
-def empty_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path
 
@@ -220,7 +220,7 @@ def test_what_cannot_be_kept_stays_eager_without_a_warning(stages):
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def launches(monkeypatch):
     """The rows of each call of a stage whose kernels are written by hand, as they are on a GPU."""
     found: list[int] = []
 

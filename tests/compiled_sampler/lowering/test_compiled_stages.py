@@ -3,7 +3,6 @@
 import itertools
 import random
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
 from unittest import mock
 
@@ -33,7 +32,7 @@ def relative(x: Tensor, t: Tensor) -> Tensor:
 
 
 @pytest.fixture
-def compiling() -> Iterator[mock.Mock]:
+def compiling():
     """Every use of ``torch.compile`` during the test, without what earlier processes left on disk."""
     with (
         torch._inductor.config.patch(fx_graph_cache=False),

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +36,7 @@ def mode_of(case: Case) -> Any:
     return sampler.plan([sampler.add_request(case.params)]).mode
 
 
-def test_drafts_are_drawn_from_what_is_said_and_some_are_rejected() -> None:
+def test_drafts_are_drawn_from_what_is_said_and_some_are_rejected():
     case = VERIFY_CASES["rejection by probabilities, no_filter"]
     batch = batch_of(case, 64)
     assert batch.draft_probs is not None
@@ -47,7 +46,7 @@ def test_drafts_are_drawn_from_what_is_said_and_some_are_rejected() -> None:
 
 
 @pytest.mark.parametrize("case", [CASES["greedy"], CASES["p .9"], *VERIFY_CASES.values()], ids=lambda case: case.name)
-def test_any_wrong_field_of_any_request_is_noticed(case: Case) -> None:
+def test_any_wrong_field_of_any_request_is_noticed(case):
     batch = batch_of(case, 4)
     mode = mode_of(case)
     results = [eager(case, mode, part) for part in batch.split(2)]
@@ -61,7 +60,7 @@ def test_any_wrong_field_of_any_request_is_noticed(case: Case) -> None:
         check(case, mode, batch, results[:1])
 
 
-def test_a_run_ends_at_a_wrong_answer_and_reports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_ends_at_a_wrong_answer_and_reports_nothing(monkeypatch):
     right = runs.served
 
     def wrong(*arguments: Any) -> tuple[Tensor, ...]:
@@ -76,7 +75,7 @@ def test_a_run_ends_at_a_wrong_answer_and_reports_nothing(monkeypatch: pytest.Mo
     assert seen == []
 
 
-def test_every_case_can_be_tuned_and_a_verification_be_set_against_sampling() -> None:
+def test_every_case_can_be_tuned_and_a_verification_be_set_against_sampling():
     one = runs.Bench(CPU, V, torch.float32, Rates(1.0, None, {}), backend="eager")
     for slot, case in enumerate([*CASES.values(), *VERIFY_CASES.values()]):
         tune(one.sampler, slot, case, 2)
@@ -84,14 +83,14 @@ def test_every_case_can_be_tuned_and_a_verification_be_set_against_sampling() ->
     assert one._sampler_us(case, 2, batch_of(case, 4)) > 0
 
 
-def test_every_mode_serves_a_case() -> None:
+def test_every_mode_serves_a_case():
     modes = mode_table(TARGET_VOCAB_SIZE, "top_k")
     served = [next(mode for mode in modes if uncovered(mode, case.params) is None) for case in CASES.values()]
     assert {mode.name for mode in served} == {mode.name for mode in modes}
 
 
 @pytest.mark.full
-def test_a_tiny_run_measures_prints_and_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_tiny_run_measures_prints_and_stores(tmp_path, capsys):
     stored_in = ["--json", str(tmp_path / "bench.json")]
     bench.main([*TINY, *stored_in, "--rows", "2", "--cases", "greedy", "p .99", "--baselines"])
     later = ["--append", "--cases", "greedy", "--rows", "1", "--verify", "--requests", "1", "--dtype", "bfloat16"]
@@ -114,7 +113,7 @@ def law_of(case: Case, logits: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
-def test_baselines_draw_from_the_same_law(case: Case) -> None:
+def test_baselines_draw_from_the_same_law(case):
     row = batch_of(case, 1).logits
     wanted, batch = law_of(case, row)[0], Batch(row.expand(DRAWS, V), torch.arange(DRAWS))
     found = {name: each for name, each in baselines.baselines_of(case).items() if not isinstance(each, str)}
@@ -127,7 +126,7 @@ def test_baselines_draw_from_the_same_law(case: Case) -> None:
 
 
 @pytest.mark.parametrize("one_hot", [True, False])
-def test_the_torch_verifier_accepts_what_the_target_drew_and_rejects_what_it_cannot(one_hot: bool) -> None:
+def test_the_torch_verifier_accepts_what_the_target_drew_and_rejects_what_it_cannot(one_hot):
     params = dataclasses.replace(VERIFY_CASES["match, k 50 + p .9"].params, top_k=2, top_p=1.0)
     logits = torch.full((8, V), -20.0)
     logits[:, 7] = 20.0
@@ -137,7 +136,7 @@ def test_the_torch_verifier_accepts_what_the_target_drew_and_rejects_what_it_can
     assert tokens.tolist() == [[7, 7, 7, 7], [7, 7, -1, -1]]
 
 
-def test_a_baseline_that_fails_is_reported_and_ends_nothing() -> None:
+def test_a_baseline_that_fails_is_reported_and_ends_nothing():
     calls = list(batch_of(CASES["greedy"], 2).split(1))
 
     def broken(batch: Batch) -> Tensor:
@@ -148,7 +147,7 @@ def test_a_baseline_that_fails_is_reported_and_ends_nothing() -> None:
     assert isinstance(baseline_time(lambda batch: batch.positions, calls, CPU), float)
 
 
-def test_an_engine_that_is_missing_is_said_to_be() -> None:
+def test_an_engine_that_is_missing_is_said_to_be():
     assert baselines.imported("no_such_engine.sampling") is None
     if baselines.imported("flashinfer.sampling") is None:
         rows = baselines.baselines_of(CASES["p .9"])

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 
@@ -30,7 +29,7 @@ MEASURED = dataclasses.replace(CELL, target_us=5.0, baselines={"torch.argmax": 9
 ENVIRONMENT = dict.fromkeys(("device", "torch", "triton", "python", "commit", "date"), "x")
 
 
-def test_the_stored_peers_do_jobs_of_the_benchmark() -> None:
+def test_the_stored_peers_do_jobs_of_the_benchmark():
     peers = stored_peers()
     assert peers.batch == (TARGET_VOCAB_SIZE, TARGET_DTYPE, "peaked")
     for peer in peers.peers:
@@ -42,18 +41,18 @@ def test_the_stored_peers_do_jobs_of_the_benchmark() -> None:
     assert len(set(names)) == len(names)
 
 
-def test_the_fastest_is_not_one_of_another_law() -> None:
+def test_the_fastest_is_not_one_of_another_law():
     assert PEERS.fastest(CELL) == 6.5
     assert PEERS.beside(CELL) == {name: us for name, us, _ in TIMES}
 
 
-def test_another_job_has_no_peer() -> None:
+def test_another_job_has_no_peer():
     for other in ({"vocab": 2000}, {"dtype": "bfloat16"}, {"distribution": "flat"}, {"rows": 1}, {"case": "p .9"}):
         cell = dataclasses.replace(CELL, **other)  # type: ignore[arg-type]
         assert (PEERS.beside(cell), PEERS.fastest(cell)) == ({}, None)
 
 
-def test_a_replay_has_a_column_where_one_was_measured_and_is_stored() -> None:
+def test_a_replay_has_a_column_where_one_was_measured_and_is_stored():
     replayed = dataclasses.replace(CELL, rows=1, replay_us=8.2)
     (plain,), (both,) = tables_of([CELL]), tables_of([CELL, replayed])
     assert len(both.columns) == len(plain.columns) + 1
@@ -61,19 +60,19 @@ def test_a_replay_has_a_column_where_one_was_measured_and_is_stored() -> None:
     assert cells_of(content_of(ENVIRONMENT, [replayed])) == [replayed]
 
 
-def test_a_table_has_a_line_for_each_peer_and_for_what_was_measured_now() -> None:
+def test_a_table_has_a_line_for_each_peer_and_for_what_was_measured_now():
     cell = dataclasses.replace(CELL, baselines={"torch.argmax": 8.0, "slow": 10.0})
     (both,) = with_peers([cell], PEERS)
     assert both.baselines == {"slow": 10.0, "fast": 6.5, "wrong": 1.0, "torch.argmax": 8.0}
     assert tables_of([both])[0].row_count == 5
 
 
-def test_peers_are_not_shown_beside_another_machine() -> None:
+def test_peers_are_not_shown_beside_another_machine():
     with pytest.raises(SystemExit, match="--peers must run on an NVIDIA H200, where they were measured, got CPU"):
         bench.main(["--device", "cpu", "--backend", "eager", "--vocab", "64", "--rows", "1", "--peers"])
 
 
-def test_cells_survive_the_file_where_a_later_run_replaces_them_unless_it_is_of_another_commit(tmp_path: Path) -> None:
+def test_cells_survive_the_file_where_a_later_run_replaces_them_unless_it_is_of_another_commit(tmp_path):
     path = tmp_path / "bench.json"
     assert stored(str(path), ENVIRONMENT) == []
     other = dataclasses.replace(MEASURED, rows=1, eager_us=7.0, target_us=None, baselines={"vLLM": "not installed"})

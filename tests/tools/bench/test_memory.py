@@ -2,7 +2,6 @@
 
 import gc
 import json
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -30,7 +29,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(autouse=True)
-def frozen_objects() -> Iterator[None]:
+def frozen_objects():
     """Each cell collects garbage first, 2 s among the objects of torch and other tests, which are no cell's."""
     gc.collect()
     gc.freeze()

@@ -4,8 +4,6 @@ On a GPU it draws those of the CPU, and does not wait for the device.
 """
 
 import dataclasses
-from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,7 @@ POSITIONS = torch.tensor([0, 7, 15, 100, 3, 9, 2**20])
 
 
 @pytest.fixture(params=KINDS)
-def config(request: pytest.FixtureRequest) -> Iterator[SimpleNamespace]:
+def config(request):
     with engine(request.param) as made:
         yield made
 
@@ -64,7 +62,7 @@ def expected(logits: Tensor, laws: list[dict[str, Any]], seeds: list[int], posit
 
 
 @pytest.mark.usefixtures("config")
-def test_the_tokens_are_those_of_a_sampler_at_the_position_of_the_drawn_token() -> None:
+def test_the_tokens_are_those_of_a_sampler_at_the_position_of_the_drawn_token():
     for step in range(20):
         logits = logits_of(ROWS, step)
         drawn = draw(logits, batch_info(LAWS, SEEDS), POSITIONS + step)
@@ -74,7 +72,7 @@ def test_the_tokens_are_those_of_a_sampler_at_the_position_of_the_drawn_token() 
 
 @pytest.mark.usefixtures("config")
 @pytest.mark.parametrize("rows", [[2], [0, 5, 6], [1], [4, 1], [3, 1]], ids=str)
-def test_a_row_draws_the_same_in_another_batch_and_its_cheaper_mode(rows: list[int]) -> None:
+def test_a_row_draws_the_same_in_another_batch_and_its_cheaper_mode(rows):
     logits, laws, seeds = logits_of(ROWS), [LAWS[row] for row in rows], [SEEDS[row] for row in rows]
     together = draw(logits, batch_info(LAWS, SEEDS), POSITIONS)
     assert draw(logits[rows], batch_info(laws, seeds), POSITIONS[rows]).tolist() == together[rows].tolist()
@@ -86,7 +84,7 @@ def test_a_row_draws_the_same_in_another_batch_and_its_cheaper_mode(rows: list[i
     [{"temperature": 3.0}, {"top_k": 2}, {"top_p": 0.3}, {"min_p": 0.3}, {"seed": 1}, {"position": 1}],
     ids=str,
 )
-def test_each_parameter_is_seen_in_the_tokens(changed: dict[str, Any]) -> None:
+def test_each_parameter_is_seen_in_the_tokens(changed):
     rows, at = 64, torch.arange(64) + changed.get("position", 0)
     law = {name: value for name, value in changed.items() if name not in ("seed", "position")}
     logits, seeds = logits_of(rows), list(range(rows))
@@ -96,7 +94,7 @@ def test_each_parameter_is_seen_in_the_tokens(changed: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("config")
-def test_a_batch_of_greedy_rows_needs_no_seeds_and_other_batches_do() -> None:
+def test_a_batch_of_greedy_rows_needs_no_seeds_and_other_batches_do():
     logits = logits_of(2)
     assert draw(logits, batch_info([{"top_k": 1}] * 2, None), POSITIONS[:2]).tolist() == logits.argmax(-1).tolist()
     with pytest.raises(RuntimeError, match="sampling_seed must be set; load the plugin"):
@@ -104,7 +102,7 @@ def test_a_batch_of_greedy_rows_needs_no_seeds_and_other_batches_do() -> None:
 
 
 @pytest.mark.usefixtures("config")
-def test_a_row_without_any_token_gets_token_0_and_its_neighbours_keep_theirs() -> None:
+def test_a_row_without_any_token_gets_token_0_and_its_neighbours_keep_theirs():
     logits = logits_of(2)
     alone = draw(logits, batch_info([{}, {}], [1, 2]), POSITIONS[:2])[1]
     logits[0] = -torch.inf
@@ -112,7 +110,7 @@ def test_a_row_without_any_token_gets_token_0_and_its_neighbours_keep_theirs() -
 
 
 @pytest.mark.usefixtures("config")
-def test_temperatures_that_sglang_takes_and_the_sampler_does_not_are_brought_to_its_limit() -> None:
+def test_temperatures_that_sglang_takes_and_the_sampler_does_not_are_brought_to_its_limit():
     logits = logits_of(1)
     for temperature in (2e-6, 1.01e-5):
         drawn = draw(logits, batch_info([{"temperature": temperature}], [3]), POSITIONS[:1])
@@ -120,7 +118,7 @@ def test_temperatures_that_sglang_takes_and_the_sampler_does_not_are_brought_to_
 
 
 @pytest.mark.usefixtures("config")
-def test_logprobs_are_sglangs_of_the_temperature_and_without_filters() -> None:
+def test_logprobs_are_sglangs_of_the_temperature_and_without_filters():
     logits = logits_of(ROWS)
     outputs, info = outputs_of(logits.clone()), batch_info(LAWS, SEEDS)
     drawn = draw(logits, info, POSITIONS, outputs=outputs, return_logprob=True)
@@ -129,7 +127,7 @@ def test_logprobs_are_sglangs_of_the_temperature_and_without_filters() -> None:
 
 
 @pytest.mark.usefixtures("config")
-def test_the_sampling_mask_is_what_the_token_was_drawn_from() -> None:
+def test_the_sampling_mask_is_what_the_token_was_drawn_from():
     logits, rows = logits_of(ROWS), [0, 3, 5]
     outputs, info = outputs_of(logits.clone()), batch_info(LAWS, SEEDS)
     info.return_sampling_masks = [row in rows for row in range(ROWS)]
@@ -143,7 +141,7 @@ def test_the_sampling_mask_is_what_the_token_was_drawn_from() -> None:
 
 
 @pytest.mark.usefixtures("config")
-def test_top_p_is_a_share_of_the_whole_row_as_sglangs_joint_filters_are() -> None:
+def test_top_p_is_a_share_of_the_whole_row_as_sglangs_joint_filters_are():
     logits = logits_of(1) / 30  # 10 of 64 tokens hold less than half of the row
     outputs = outputs_of(logits)
     info = batch_info([{"top_k": 10, "top_p": 0.5}], [1], return_sampling_masks=[True])
@@ -151,7 +149,7 @@ def test_top_p_is_a_share_of_the_whole_row_as_sglangs_joint_filters_are() -> Non
     assert len(outputs.next_token_sampling_mask_idx[0]) == 10
 
 
-def test_an_engine_with_speculation_or_a_trainers_law_is_refused_at_its_start(config: SimpleNamespace) -> None:
+def test_an_engine_with_speculation_or_a_trainers_law_is_refused_at_its_start(config):
     from compiled_sampler.integrations.sglang.drawing import CompiledSampler
 
     config.spec.speculative_algorithm = "EAGLE"
@@ -163,7 +161,7 @@ def test_an_engine_with_speculation_or_a_trainers_law_is_refused_at_its_start(co
         CompiledSampler("eager")
 
 
-def test_no_top_k_is_as_large_as_sglangs_number_for_none() -> None:
+def test_no_top_k_is_as_large_as_sglangs_number_for_none():
     assert MAX_VOCAB_SIZE <= TOP_K_ALL
 
 
@@ -171,7 +169,7 @@ BATCHES = {"all": LAWS, "narrow": [LAWS[0], LAWS[5], LAWS[6]], "greedy": [LAWS[2
 
 
 @pytest.fixture
-def modules() -> Iterator[None]:
+def modules():
     with engine("stand-in"):
         yield
 
@@ -188,9 +186,7 @@ def on_the_gpu(info: Any) -> Any:
 @pytest.mark.usefixtures("modules")
 @pytest.mark.parametrize("is_replayed", [False, True])
 @pytest.mark.parametrize("name", BATCHES)
-def test_the_tokens_are_those_of_the_cpu_and_a_step_waits_for_nothing(
-    name: str, is_replayed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tokens_are_those_of_the_cpu_and_a_step_waits_for_nothing(name, is_replayed, monkeypatch):
     from compiled_sampler.integrations.sglang.drawing import CompiledSampler, ReplayedDraws
 
     if not is_replayed:
@@ -217,7 +213,7 @@ def test_the_tokens_are_those_of_the_cpu_and_a_step_waits_for_nothing(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("modules")
-def test_tokens_of_a_replayed_step_stay_when_the_next_one_is_replayed() -> None:
+def test_tokens_of_a_replayed_step_stay_when_the_next_one_is_replayed():
     from compiled_sampler.integrations.sglang.drawing import CompiledSampler
 
     info, logits, positions = batch_info(LAWS, SEEDS), logits_of(ROWS), POSITIONS.cuda()

@@ -1,7 +1,6 @@
 """Draws that are replayed, on recordings: they are those of the adapter without graphs, and come when they may."""
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +30,7 @@ OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @pytest.fixture(autouse=True, params=KINDS)
-def modules(request: pytest.FixtureRequest) -> Iterator[None]:
+def modules(request):
     with engine(request.param):
         yield
 
@@ -73,11 +72,11 @@ class Replayed:
 
 
 @pytest.fixture
-def replayed() -> Replayed:
+def replayed():
     return Replayed()
 
 
-def test_each_mode_and_bucket_is_captured_once_behind_a_batch_without_a_graph(replayed: Replayed) -> None:
+def test_each_mode_and_bucket_is_captured_once_behind_a_batch_without_a_graph(replayed):
     for mode in [*BATCHES] * 3:
         replayed.steps(mode, 3)
     assert replayed.backend.num_captures == len(BATCHES)
@@ -87,13 +86,13 @@ def test_each_mode_and_bucket_is_captured_once_behind_a_batch_without_a_graph(re
     assert replayed.backend.num_captures == len(BATCHES) + 1
 
 
-def test_a_batch_without_a_variant_of_its_bucket_is_not_padded_to_a_larger_one(replayed: Replayed) -> None:
+def test_a_batch_without_a_variant_of_its_bucket_is_not_padded_to_a_larger_one(replayed):
     replayed.draws("greedy", torch.randn(200, VOCAB), {})
     replayed.draws("greedy", torch.randn(1, VOCAB), {})
     assert (replayed.backend.num_captures, replayed.backend.num_replays) == (2, 0)
 
 
-def test_tokens_of_a_step_stay_when_later_ones_are_replayed(replayed: Replayed) -> None:
+def test_tokens_of_a_step_stay_when_later_ones_are_replayed(replayed):
     drawn = replayed.steps("full", 6)
     kept = [tokens.clone() for tokens in drawn]
     replayed.steps("top_k_top_p[64]", 6)
@@ -101,9 +100,7 @@ def test_tokens_of_a_step_stay_when_later_ones_are_replayed(replayed: Replayed) 
     assert len({tokens.data_ptr() for tokens in drawn}) == 6
 
 
-def test_batches_behind_the_last_bucket_or_of_another_form_run_without_a_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_batches_behind_the_last_bucket_or_of_another_form_run_without_a_graph(monkeypatch):
     monkeypatch.setattr(replays, "MOST_LOGITS_BYTES", 7 * VOCAB * 4)
     replayed = Replayed()
     replayed.steps("full", 3)  # of 7 rows
@@ -116,7 +113,7 @@ def test_batches_behind_the_last_bucket_or_of_another_form_run_without_a_graph(
 
 
 @pytest.mark.parametrize("lack", ["an uncompiled call", "a stage in the queue", "a kernel", "another capture"])
-def test_nothing_is_captured_while_something_lacks(replayed: Replayed, lack: str) -> None:
+def test_nothing_is_captured_while_something_lacks(replayed, lack):
     def set_lack(lacks: bool) -> None:
         replayed.uncompiled_rows = {3} if lacks and lack == "an uncompiled call" else set()
         replayed.stages.are_settled = not (lacks and lack == "a stage in the queue")
@@ -131,7 +128,7 @@ def test_nothing_is_captured_while_something_lacks(replayed: Replayed, lack: str
     assert (replayed.backend.num_captures, replayed.backend.num_replays) == (1, 1)
 
 
-def test_a_variant_waits_for_stages_of_its_bucket(replayed: Replayed, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_variant_waits_for_stages_of_its_bucket(replayed, caplog):
     replayed.uncompiled_rows = {4}  # batches have 3 rows
     replayed.steps("min_p", 1)
     replayed.stages.are_settled = False  # the attempt has asked for them
@@ -144,9 +141,7 @@ def test_a_variant_waits_for_stages_of_its_bucket(replayed: Replayed, caplog: py
 
 
 @pytest.mark.parametrize("reason", ["capture", "memory", "stage"])
-def test_a_variant_that_cannot_be_captured_is_logged_once_and_its_tokens_stay(
-    replayed: Replayed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
+def test_a_variant_that_cannot_be_captured_is_logged_once_and_its_tokens_stay(replayed, caplog, monkeypatch, reason):
     def no_memory(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("planted")
 
@@ -170,7 +165,7 @@ def test_a_variant_that_cannot_be_captured_is_logged_once_and_its_tokens_stay(
 @pytest.mark.parametrize(
     "names", [names for count in range(4) for names in itertools.combinations(OFF, count)], ids=str
 )
-def test_the_mode_of_a_batch_is_that_which_its_numbers_choose(names: tuple[str, ...]) -> None:
+def test_the_mode_of_a_batch_is_that_which_its_numbers_choose(names):
     from compiled_sampler.integrations.sglang.drawing import filter_rows, mode_name
 
     limits = {"top_k": 100, "top_p": 0.9, "min_p": 0.1}
@@ -183,9 +178,7 @@ def test_the_mode_of_a_batch_is_that_which_its_numbers_choose(names: tuple[str, 
     assert {*names} <= filter_rows(mode.name, info).keys()
 
 
-def test_the_adapter_draws_by_replays_where_it_has_some_and_has_none_on_the_cpu(
-    replayed: Replayed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_adapter_draws_by_replays_where_it_has_some_and_has_none_on_the_cpu(replayed, monkeypatch):
     from compiled_sampler.integrations.sglang.drawing import CompiledSampler
 
     sampler, plain = CompiledSampler("auto"), CompiledSampler("eager")
@@ -199,7 +192,7 @@ def test_the_adapter_draws_by_replays_where_it_has_some_and_has_none_on_the_cpu(
     assert replayed.backend.num_replays == 3
 
 
-def test_no_replay_is_made_of_eager_draws_or_on_another_streams_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_replay_is_made_of_eager_draws_or_on_another_streams_buffers(monkeypatch):
     from compiled_sampler.integrations.sglang import drawing
 
     stream = SimpleNamespace(cuda_stream=1)

@@ -1,6 +1,5 @@
 """Continuous batching of transformers with our draw, on the CPU: the tokens of ``generate``, whoever runs beside."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,24 +34,24 @@ CLASSES = {name: getattr(continuous_api, name) for name in ("ModelRunner", "Cont
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny_model()
 
 
 @pytest.fixture(autouse=True)
-def kept_classes() -> Iterator[None]:
+def kept_classes():
     """The classes of transformers stand again behind every test."""
     yield
     assert {name: getattr(continuous_api, name) for name in CLASSES} == CLASSES
 
 
 @pytest.mark.parametrize(("family", "law"), [*(("Qwen3", law) for law in LAWS), ("Llama", "k_p")])
-def test_tokens_are_those_of_generate(family: str, law: str) -> None:
+def test_tokens_are_those_of_generate(family, law):
     model = tiny_model(family)
     assert batched(model, ALL, LAWS[law]) == generated(model, ALL, LAWS[law])
 
 
-def test_tokens_do_not_depend_on_who_runs_beside(model: Any) -> None:
+def test_tokens_do_not_depend_on_who_runs_beside(model):
     together = batched(model, ALL, LAWS["k_p"])
     assert batched(model, [3, 1, 0, 2], LAWS["k_p"]) == [together[row] for row in (3, 1, 0, 2)]
     assert [batched(model, [row], LAWS["k_p"])[0] for row in ALL] == together
@@ -62,11 +61,11 @@ def test_tokens_do_not_depend_on_who_runs_beside(model: Any) -> None:
 @pytest.mark.parametrize(
     "cache", [{"max_requests_per_batch": 2}, {"max_batch_tokens": 4}, {"allow_block_sharing": False}]
 )
-def test_small_batches_and_prompts_read_in_parts_change_no_token(model: Any, cache: dict[str, Any]) -> None:
+def test_small_batches_and_prompts_read_in_parts_change_no_token(model, cache):
     assert batched(model, ALL, LAWS["k_p"], **cache) == batched(model, ALL, LAWS["k_p"])
 
 
-def test_the_compiled_backend_draws_the_same(model: Any) -> None:
+def test_the_compiled_backend_draws_the_same(model):
     assert batched(model, ALL, LAWS["k_p"], backend="auto") == batched(model, ALL, LAWS["k_p"])
 
 
@@ -80,7 +79,7 @@ def collected(manager: Any, names: list[str]) -> dict[str, Any]:
     return found
 
 
-def test_each_request_may_have_its_own_parameters(model: Any) -> None:
+def test_each_request_may_have_its_own_parameters(model):
     laws = [{"temperature": 0.7, "top_k": 9}, {"top_p": 0.6}, {"min_p": 0.1, "temperature": 1.9}, {}]
     given = {"generation_config": config_of(), "continuous_batching_config": cache_of(per_request_processors=True)}
     with installed("eager"), model.continuous_batching_context_manager(**given) as manager:
@@ -90,7 +89,7 @@ def test_each_request_may_have_its_own_parameters(model: Any) -> None:
         assert [outputs[names[n]].generated_tokens] == generated(model, [n], laws[n])
 
 
-def test_keywords_out_of_range_and_unknown_ones_fail_their_request_alone(model: Any) -> None:
+def test_keywords_out_of_range_and_unknown_ones_fail_their_request_alone(model):
     given = {"generation_config": config_of(), "continuous_batching_config": cache_of(per_request_processors=True)}
     with installed("eager"), model.continuous_batching_context_manager(**given) as manager:
         wrong = [{"seed": 2**64}, {"top_p": 1.5}, {"typical_p": 0.5}, {"seed": "1"}]
@@ -103,7 +102,7 @@ def test_keywords_out_of_range_and_unknown_ones_fail_their_request_alone(model: 
         assert word in error
 
 
-def test_requests_without_seeds_get_one_from_the_seed_of_the_config_and_their_name(model: Any) -> None:
+def test_requests_without_seeds_get_one_from_the_seed_of_the_config_and_their_name(model):
     def run(seed: int) -> list[list[int]]:
         with installed("eager"):
             outputs = model.generate_batch([PROMPTS[0]] * 3, config_of(), cache_of(seed=seed))
@@ -115,14 +114,14 @@ def test_requests_without_seeds_get_one_from_the_seed_of_the_config_and_their_na
     assert len({tuple(each) for each in first}) == 3
 
 
-def test_a_seed_that_is_not_given_is_that_of_every_engine() -> None:
+def test_a_seed_that_is_not_given_is_that_of_every_engine():
     processors = SeededProcessors(LogitsProcessorList())
     processors.salt = 2**61
     arguments = processors.prepare_tensor_args([request_of("req_7")], torch.zeros(2, 4, dtype=torch.int32))
     assert processors.numbers(arguments, 1)[0].tolist() == [as_int64(seed_of("req_7", 2**61))]
 
 
-def test_logprobs_are_of_the_law_that_was_drawn_from(model: Any) -> None:
+def test_logprobs_are_of_the_law_that_was_drawn_from(model):
     law = {"top_k": 20, "top_p": 0.9, "temperature": 0.8}
     output = generate_batch(
         model, PROMPTS[:1], SEEDS[:1], config_of(**law), cache_of(return_logprobs=True), backend="eager"
@@ -139,7 +138,7 @@ def test_logprobs_are_of_the_law_that_was_drawn_from(model: Any) -> None:
     torch.testing.assert_close(torch.tensor(output.logprobs), wanted[:, 0], rtol=0, atol=1e-5)
 
 
-def test_the_position_of_a_drawn_token_is_one_behind_that_of_its_input_token() -> None:
+def test_the_position_of_a_drawn_token_is_one_behind_that_of_its_input_token():
     data = {"position_ids": torch.tensor([[0, 1, 2, 7, 0]], dtype=torch.int32), "logits_indices": torch.tensor([2, 3])}
     assert drawn_positions(data).tolist() == [3, 8]
     assert drawn_positions(data).dtype == torch.int64
@@ -155,15 +154,13 @@ def test_the_position_of_a_drawn_token_is_one_behind_that_of_its_input_token() -
         ({"typical_p": 0.5}, "typical_p"),
     ],
 )
-def test_fields_that_continuous_batching_cannot_honour_are_refused_by_name(
-    model: Any, fields: dict[str, Any], named: str
-) -> None:
+def test_fields_that_continuous_batching_cannot_honour_are_refused_by_name(model, fields, named):
     with pytest.raises(ValueError, match=named):
         generate_batch(model, PROMPTS, SEEDS, config_of(**fields), cache_of(), backend="eager")
 
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`:UserWarning")
-def test_a_manager_refuses_processors_that_it_cannot_run(model: Any) -> None:
+def test_a_manager_refuses_processors_that_it_cannot_run(model):
     given = {"generation_config": config_of(repetition_penalty=1.3), "continuous_batching_config": cache_of()}
     with installed("eager"), pytest.raises(ValueError, match="must have no RepetitionPenaltyLogitsProcessor"):
         model.init_continuous_batching(**given)
@@ -172,7 +169,7 @@ def test_a_manager_refuses_processors_that_it_cannot_run(model: Any) -> None:
         SeededProcessors(twice)
 
 
-def test_processors_of_the_caller_run_before_the_sampler(model: Any) -> None:
+def test_processors_of_the_caller_run_before_the_sampler(model):
     def only_even(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         odd = torch.arange(scores.shape[1]) % 2 == 1
         return scores.masked_fill(odd, -torch.inf)
@@ -189,7 +186,7 @@ def request_of(name: str = "r", draws: bool = True, **given: Any) -> Any:
     return SimpleNamespace(has_new_token=draws, state=state)
 
 
-def test_numbers_of_64_bits_pass_through_two_words() -> None:
+def test_numbers_of_64_bits_pass_through_two_words():
     processors = SeededProcessors(LogitsProcessorList(), per_request_processors=True)
     first = request_of(seed=2**64 - 1, temperature=0.1, top_k=7, top_p=0.9, min_p=1e-9)
     arguments = processors.prepare_tensor_args(
@@ -205,13 +202,13 @@ def test_numbers_of_64_bits_pass_through_two_words() -> None:
     }
 
 
-def test_a_batch_in_which_no_request_draws_writes_nothing() -> None:
+def test_a_batch_in_which_no_request_draws_writes_nothing():
     processors = SeededProcessors(LogitsProcessorList(), per_request_processors=True)
     storage = torch.full((10, 4), 7, dtype=torch.int32)
     assert processors.prepare_tensor_args([request_of(draws=False)], storage).eq(7).all()
 
 
-def test_numbers_are_written_when_other_requests_draw_and_for_each_storage() -> None:
+def test_numbers_are_written_when_other_requests_draw_and_for_each_storage():
     processors = SeededProcessors(LogitsProcessorList())
     first, second = (request_of(name, seed=7) for name in "ab")
     for storage in (torch.zeros(2, 4, dtype=torch.int32), torch.zeros(2, 4, dtype=torch.int32)):
@@ -223,7 +220,7 @@ def test_numbers_are_written_when_other_requests_draw_and_for_each_storage() -> 
         assert processors.numbers(processors.prepare_tensor_args([second, first], storage), 2)[0].tolist() == [7, 7]
 
 
-def test_what_a_call_cannot_do_is_an_error(model: Any) -> None:
+def test_what_a_call_cannot_do_is_an_error(model):
     with pytest.raises(ValueError, match="seeds must be one for each of the 4 prompts, got 1"):
         generate_batch(model, PROMPTS, [1], config_of(), cache_of())
     with pytest.raises(ValueError, match="num_return_sequences must be 1, got 2"):
@@ -235,7 +232,7 @@ def test_what_a_call_cannot_do_is_an_error(model: Any) -> None:
     assert generate_batch(model, [], [], config_of(), cache_of()) == []
 
 
-def test_a_runner_refuses_compiled_steps_and_processors_from_before() -> None:
+def test_a_runner_refuses_compiled_steps_and_processors_from_before():
     config = cache_of(varlen_compile_config=CompileConfig())
     with pytest.raises(ValueError, match="varlen_compile_config must be None"):
         SeededRunner(SeededProcessors(LogitsProcessorList()), config, backend="eager")
@@ -244,7 +241,7 @@ def test_a_runner_refuses_compiled_steps_and_processors_from_before() -> None:
         SeededRunner(theirs, cache_of(), backend="eager")
 
 
-def test_a_row_without_a_token_ends_with_a_message(model: Any) -> None:
+def test_a_row_without_a_token_ends_with_a_message(model):
     masking = model.lm_head.register_forward_hook(lambda _, __, logits: logits * torch.nan)
     try:
         with pytest.raises(RuntimeError, match=r"tokens are all masked|requests done"):
@@ -253,7 +250,7 @@ def test_a_row_without_a_token_ends_with_a_message(model: Any) -> None:
         masking.remove()
 
 
-def test_installing_twice_and_within_a_block_leaves_what_was_there() -> None:
+def test_installing_twice_and_within_a_block_leaves_what_was_there():
     continuous_batching.install("eager")
     continuous_batching.install("eager")
     outer = continuous_api.ModelRunner
@@ -263,7 +260,7 @@ def test_installing_twice_and_within_a_block_leaves_what_was_there() -> None:
     continuous_batching.uninstall()
 
 
-def test_a_step_is_captured_once_its_draw_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_captured_once_its_draw_is_compiled(monkeypatch):
     captured = list[Any]()
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)  # as users have it
     monkeypatch.setattr(ModelRunner, "_capture_graph", lambda self, *given: captured.append(given))

@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny_model().to("cuda")
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def captures(monkeypatch):
     """Every capture of a step that transformers makes."""
     from transformers.generation.continuous_batching.model_runner import ModelRunner
 
@@ -41,14 +41,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("is_graph", [False, True])
 @pytest.mark.parametrize("law", ["k_p", "p", "temperature", "greedy"])
-def test_tokens_are_those_of_the_cpu(
-    model: Any,
-    captures: list[object],
-    law: str,
-    is_graph: bool,
-    is_async: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_tokens_are_those_of_the_cpu(model, captures, law, is_graph, is_async, monkeypatch):
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)  # as users have it
     cache = {"use_cuda_graph": is_graph, "use_async_batching": is_async}
     wanted = generated(tiny_model(), ALL, LAWS[law])
@@ -59,7 +52,7 @@ def test_tokens_are_those_of_the_cpu(
     assert drawn == wanted
 
 
-def test_a_captured_step_draws_the_same_beside_others(model: Any) -> None:
+def test_a_captured_step_draws_the_same_beside_others(model):
     together = batched(model, ALL, LAWS["k_p"], backend="auto", use_cuda_graph=True)
     turned = [3, 1, 0, 2]
     assert batched(model, turned, LAWS["k_p"], backend="auto", use_cuda_graph=True) == [together[n] for n in turned]
@@ -67,7 +60,7 @@ def test_a_captured_step_draws_the_same_beside_others(model: Any) -> None:
     assert alone == together == generated(model, ALL, LAWS["k_p"])
 
 
-def test_logprobs_are_captured_too(model: Any) -> None:
+def test_logprobs_are_captured_too(model):
     from compiled_sampler.integrations.transformers.continuous_batching import generate_batch
     from tests.engines.tiny_models import SEEDS, cache_of, config_of, eagerly_paged
 

@@ -32,7 +32,7 @@ def theirs(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["target", "draft"])
-def test_logits_are_those_of_a_llama_of_transformers(name: str) -> None:
+def test_logits_are_those_of_a_llama_of_transformers(name):
     """Norms and softmax of transformers are float32 also in a float64 model: hence the tolerance."""
     model, token_ids = theirs(name), torch.tensor(Tokenizer(FOLDER / "tokenizer.json").encode(TEXT))
     positions = torch.arange(len(token_ids))
@@ -45,7 +45,7 @@ def test_logits_are_those_of_a_llama_of_transformers(name: str) -> None:
     torch.testing.assert_close(ours, expected, rtol=0, atol=2e-4)
 
 
-def test_generate_and_continuous_batching_draw_the_same_text() -> None:
+def test_generate_and_continuous_batching_draw_the_same_text():
     from compiled_sampler.integrations.transformers.continuous_batching import generate_batch
     from tests.engines.tiny_models import cache_of, config_of
 
@@ -59,7 +59,7 @@ def test_generate_and_continuous_batching_draw_the_same_text() -> None:
         assert output.generated_tokens == drawn[0, len(prompt) :].tolist()
 
 
-def test_token_ids_are_those_of_the_library() -> None:
+def test_token_ids_are_those_of_the_library():
     ours = Tokenizer(FOLDER / "tokenizer.json")
     library = PreTrainedTokenizerFast(tokenizer_file=str(FOLDER / "tokenizer.json"))
     for text in [TEXT, *corpus.documents()[::5]]:
@@ -68,7 +68,7 @@ def test_token_ids_are_those_of_the_library() -> None:
         assert ours.decode(token_ids) == text
 
 
-def test_the_examples_of_the_page_run() -> None:
+def test_the_examples_of_the_page_run():
     page = ROOT / "docs" / "transformers.md"
     blocks = re.findall(r"^```py\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     assert len(blocks) >= 2
@@ -77,7 +77,7 @@ def test_the_examples_of_the_page_run() -> None:
         exec(compile(block, page.name, "exec"), names)
 
 
-def test_a_version_with_everything_that_is_called_is_taken_and_an_older_one_refused_with_those_that_work() -> None:
+def test_a_version_with_everything_that_is_called_is_taken_and_an_older_one_refused_with_those_that_work():
     for version in ("5.17.0", "5.24.1", "5.25.0.dev0", "6.0"):
         check_version(CALLED, version)
     for version in ("4.57.1", "5.0.0", "5.16.3"):
@@ -88,7 +88,7 @@ def test_a_version_with_everything_that_is_called_is_taken_and_an_older_one_refu
 
 
 @pytest.mark.parametrize("name", CALLED.passed | REPLACED.passed)
-def test_a_newer_version_without_something_that_is_called_or_replaced_is_refused(name: str) -> None:
+def test_a_newer_version_without_something_that_is_called_or_replaced_is_refused(name):
     interface = CALLED if name in CALLED.passed else REPLACED
     with pytest.raises(ImportError, match=f"must have {re.escape(name)}, got 5.99.0.*pip install"):
         check_version(interface, "5.99.0", without(name))

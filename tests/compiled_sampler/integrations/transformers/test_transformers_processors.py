@@ -85,7 +85,7 @@ def ulps_apart(left: Tensor, right: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("penalty", PENALTIES)
-def test_repetition_penalties_are_within_one_ulp_of_those_of_transformers(penalty: float) -> None:
+def test_repetition_penalties_are_within_one_ulp_of_those_of_transformers(penalty):
     """It divides positive scores of tokens of the text; all other scores, and all by powers of two, are the same."""
     source = random.Random(penalty)
     scores, of_rows = hard_scores(source), texts(source, 400)
@@ -101,7 +101,7 @@ def test_repetition_penalties_are_within_one_ulp_of_those_of_transformers(penalt
     assert not torch.equal(found, scores)
 
 
-def test_some_repetition_penalties_differ_by_the_one_ulp() -> None:
+def test_some_repetition_penalties_differ_by_the_one_ulp():
     """The control: were the two the same formula, a test within one ulp would say too little."""
     source, apart = random.Random(1), 0
     for penalty in PENALTIES:
@@ -113,7 +113,7 @@ def test_some_repetition_penalties_differ_by_the_one_ulp() -> None:
     assert apart > 0
 
 
-def test_biases_are_those_of_transformers() -> None:
+def test_biases_are_those_of_transformers():
     source = random.Random(2)
     values = [2.5, -1.125, 1e-3, 1e30, -100.0, -math.inf, 1 / 3]
     biases = [{source.randrange(1, V): source.choice(values) for _ in range(40)} for _ in range(ROWS)]
@@ -124,7 +124,7 @@ def test_biases_are_those_of_transformers() -> None:
     assert not torch.equal(found, scores)
 
 
-def test_bad_words_are_those_of_transformers() -> None:
+def test_bad_words_are_those_of_transformers():
     """Of one to four tokens, of few ids, so that many begin in the text; also where that is in the prompt.
 
     Texts are no shorter than words: transformers passes over a word whose beginning is the whole text.
@@ -142,7 +142,7 @@ def test_bad_words_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("kind", ["new", "all"])
-def test_least_lengths_are_those_of_transformers(kind: str) -> None:
+def test_least_lengths_are_those_of_transformers(kind):
     """``min_new_tokens``, and ``min_length``, which counts the prompt: before, at and behind the last token of it."""
     source = random.Random(4)
     scores, of_rows, given, processors = hard_scores(source), texts(source, V), [], list[LogitsProcessor]()

@@ -48,7 +48,7 @@ LAWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model():
     return tiny_model()
 
 
@@ -64,7 +64,7 @@ def continuations(tokens: torch.Tensor, prompts: list[list[int]]) -> list[list[i
 @pytest.mark.parametrize(
     ("family", "law"), [*(("Qwen3", law) for law in LAWS), *((family, "k_p") for family in FAMILIES[1:])]
 )
-def test_tokens_are_those_of_a_loop_without_cache_that_draws_by_the_definition(family: str, law: str) -> None:
+def test_tokens_are_those_of_a_loop_without_cache_that_draws_by_the_definition(family, law):
     model, fields = tiny_model(family), LAWS[law]
     config = model.generation_config.__class__(do_sample=True, eos_token_id=EOS, **fields)
     drawn = run(model, PROMPTS, SEEDS, **fields)
@@ -77,7 +77,7 @@ def test_tokens_are_those_of_a_loop_without_cache_that_draws_by_the_definition(f
     ("family", "vocab_size", "backend"),
     [("Qwen3", 151_936, "auto"), ("Llama", 128_256, "eager"), ("Gemma", 262_144, "eager")],
 )
-def test_vocabularies_as_large_as_those_of_models(family: str, vocab_size: int, backend: str) -> None:
+def test_vocabularies_as_large_as_those_of_models(family, vocab_size, backend):
     model = tiny_model(family, vocab_size)
     given = {"top_k": 50, "top_p": 0.9, "max_new_tokens": 4}
     drawn = run(model, PROMPTS[:2], SEEDS[:2], sampler_backend=backend, **given)
@@ -85,7 +85,7 @@ def test_vocabularies_as_large_as_those_of_models(family: str, vocab_size: int, 
     assert continuations(drawn, PROMPTS[:2])[0] == slowly(model, PROMPTS[0], params, 4)
 
 
-def test_the_position_of_a_token_is_one_behind_that_of_the_last_input_token(model: Any) -> None:
+def test_the_position_of_a_token_is_one_behind_that_of_the_last_input_token(model):
     inputs = padded(PROMPTS)
     theirs = model._prepare_position_ids_for_generation(inputs["input_ids"], dict(inputs))[:, -1]
     ours = requests.first_positions(inputs["input_ids"], dict(inputs), model.generation_config)
@@ -95,7 +95,7 @@ def test_the_position_of_a_token_is_one_behind_that_of_the_last_input_token(mode
     assert unmasked.tolist() == [5, 5, 5]
 
 
-def test_a_call_that_goes_on_from_a_cache_draws_the_same(model: Any) -> None:
+def test_a_call_that_goes_on_from_a_cache_draws_the_same(model):
     whole = run(model, PROMPTS[:1], SEEDS[:1], max_new_tokens=8)
     first = run(model, PROMPTS[:1], SEEDS[:1], max_new_tokens=3, return_dict_in_generate=True)
     (name,) = {"cache", "past_key_values"} & set(first.keys())
@@ -105,7 +105,7 @@ def test_a_call_that_goes_on_from_a_cache_draws_the_same(model: Any) -> None:
     assert torch.equal(model.generate(first.sequences, custom_generate=sample, use_cache=False, **given), whole)
 
 
-def test_sequences_end_with_eos_and_are_padded(model: Any) -> None:
+def test_sequences_end_with_eos_and_are_padded(model):
     drawn = run(model, PROMPTS, SEEDS, max_new_tokens=60)
     ended = [row for row in drawn.tolist() if EOS in row[5:-1]]
     assert ended
@@ -115,13 +115,13 @@ def test_sequences_end_with_eos_and_are_padded(model: Any) -> None:
     assert not (early[:, 5:45] == EOS).any()
 
 
-def test_min_length_counts_the_prompt_of_a_sequence_without_padding(model: Any) -> None:
+def test_min_length_counts_the_prompt_of_a_sequence_without_padding(model):
     biased = {"sequence_bias": {(EOS,): 1e4}, "min_length": 8, "max_new_tokens": 10}
     rows = continuations(run(model, PROMPTS, SEEDS, **biased), PROMPTS)
     assert [len(prompt) + len(row) for prompt, row in zip(PROMPTS, rows, strict=True)] == [9, 9, 9]
 
 
-def test_stopping_criteria_of_the_caller_and_max_length_end_a_call(model: Any) -> None:
+def test_stopping_criteria_of_the_caller_and_max_length_end_a_call(model):
     assert run(model, PROMPTS, SEEDS, max_new_tokens=3).shape[1] == 8
     assert run(model, PROMPTS, SEEDS, max_new_tokens=None, max_length=9).shape[1] == 9
     criteria = StoppingCriteriaList([MaxLengthCriteria(7)])
@@ -141,7 +141,7 @@ class Collected(BaseStreamer):
         self.parts.append(None)
 
 
-def test_a_streamer_gets_every_token(model: Any) -> None:
+def test_a_streamer_gets_every_token(model):
     streamer = Collected()
     bound = partial(sample, streamer=streamer)
     drawn = run(model, PROMPTS[:1], SEEDS[:1], custom_generate=bound, streamer=streamer)
@@ -151,7 +151,7 @@ def test_a_streamer_gets_every_token(model: Any) -> None:
     assert end is None
 
 
-def test_scores_are_the_law_that_each_token_was_drawn_from(model: Any) -> None:
+def test_scores_are_the_law_that_each_token_was_drawn_from(model):
     given = {"top_k": 5, "top_p": 0.9, "return_dict_in_generate": True}
     shown = {"output_scores": True, "output_logits": True, "output_hidden_states": True, "output_attentions": True}
     made = run(model, PROMPTS[:1], SEEDS[:1], max_new_tokens=4, **given, **shown)
@@ -185,7 +185,7 @@ def compared(
 
 
 @pytest.mark.parametrize("law", LAWS)
-def test_the_law_is_that_of_the_processors_of_transformers(model: Any, law: str) -> None:
+def test_the_law_is_that_of_the_processors_of_transformers(model, law):
     unpadded = [[5, 6, 7], [9, 3, 26], [7, 7, 7]]  # stock penalties of 5.17 count padding as a token
     shown = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True, "do_sample": True}
     made = model.generate(
@@ -194,7 +194,7 @@ def test_the_law_is_that_of_the_processors_of_transformers(model: Any, law: str)
     assert len(made.scores) == made.sequences.shape[1] - 3
 
 
-def test_torch_manual_seed_repeats_calls_without_seeds(model: Any) -> None:
+def test_torch_manual_seed_repeats_calls_without_seeds(model):
     drawn = []
     for seed in (3, 3, 4):
         torch.manual_seed(seed)
@@ -203,7 +203,7 @@ def test_torch_manual_seed_repeats_calls_without_seeds(model: Any) -> None:
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_each_returned_sequence_has_a_seed_of_its_own(model: Any) -> None:
+def test_each_returned_sequence_has_a_seed_of_its_own(model):
     drawn = run(model, PROMPTS[:1], [1, 2, 1], num_return_sequences=3)
     assert torch.equal(drawn[0], drawn[2])
     assert not torch.equal(drawn[0], drawn[1])
@@ -213,7 +213,7 @@ def test_each_returned_sequence_has_a_seed_of_its_own(model: Any) -> None:
         run(model, PROMPTS[:1], 7)  # type: ignore[arg-type]
 
 
-def test_text_that_stops_and_returned_sequences_are_the_matter_of_generate(model: Any) -> None:
+def test_text_that_stops_and_returned_sequences_are_the_matter_of_generate(model):
     config = model.generation_config.__class__(stop_strings=["END"], num_return_sequences=3, do_sample=True)
     made, _ = requests.parameters(config, LogitsProcessorList(), [1], [3])
     assert made == [SamplingParams(top_k=50, seed=1, bad_words_scope="all")]
@@ -231,7 +231,7 @@ def only(token: int) -> LogitsProcessorList:
     return LogitsProcessorList([masked])
 
 
-def test_processors_of_the_caller_run_before_the_sampler(model: Any) -> None:
+def test_processors_of_the_caller_run_before_the_sampler(model):
     drawn = run(model, PROMPTS, SEEDS, logits_processor=only(42), max_new_tokens=3)
     assert (drawn[:, 5:] == 42).all()
     ngrams = LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)])
@@ -239,7 +239,7 @@ def test_processors_of_the_caller_run_before_the_sampler(model: Any) -> None:
     assert len(set(row)) == len(row)
 
 
-def test_an_own_processor_of_the_caller_counts_as_its_field(model: Any) -> None:
+def test_an_own_processor_of_the_caller_counts_as_its_field(model):
     warped = run(model, PROMPTS, SEEDS, logits_processor=LogitsProcessorList([TemperatureLogitsWarper(0.5)]))
     assert torch.equal(warped, run(model, PROMPTS, SEEDS, temperature=0.5))
     twice = LogitsProcessorList([TemperatureLogitsWarper(0.5)])
@@ -247,7 +247,7 @@ def test_an_own_processor_of_the_caller_counts_as_its_field(model: Any) -> None:
         run(model, PROMPTS, SEEDS, logits_processor=twice, temperature=0.7)
 
 
-def test_a_row_whose_tokens_are_all_masked_is_an_error(model: Any) -> None:
+def test_a_row_whose_tokens_are_all_masked_is_an_error(model):
     with pytest.raises(RuntimeError, match="each row of logits must have a token to draw"):
         run(model, PROMPTS, SEEDS, logits_processor=only(-1))
 
@@ -257,7 +257,7 @@ def test_a_row_whose_tokens_are_all_masked_is_an_error(model: Any) -> None:
     [{"typical_p": 0.5}, {"num_beams": 2}, {"guidance_scale": 1.5}, {"prompt_lookup_num_tokens": 2}],
     ids=lambda field: next(iter(field)),
 )
-def test_a_field_that_the_sampler_does_not_have_is_refused_by_name(model: Any, field: dict[str, Any]) -> None:
+def test_a_field_that_the_sampler_does_not_have_is_refused_by_name(model, field):
     with pytest.raises(ValueError, match=f"^{next(iter(field))} must be "):
         run(model, PROMPTS, SEEDS, **field)
 
@@ -276,7 +276,7 @@ FOREIGN: dict[str, dict[str, Any]] = {
     ("field", "loop"),
     [*((field, sample) for field in FOREIGN), *((field, seeded_assisted) for field in ("penalty", "eos", "words"))],
 )
-def test_ids_that_no_logit_has_count_for_nothing_as_in_transformers(field: str, loop: Any) -> None:
+def test_ids_that_no_logit_has_count_for_nothing_as_in_transformers(field, loop):
     """Placeholders of images in a prompt, eos and suppressed ids; drafts looked up behind one end before the next."""
     model = with_larger_embedding(tiny_model(), VOCAB_SIZE + 11)
     image = VOCAB_SIZE + 8
@@ -289,12 +289,12 @@ def test_ids_that_no_logit_has_count_for_nothing_as_in_transformers(field: str, 
 
 
 @pytest.mark.parametrize("field", [{"sequence_bias": {(VOCAB_SIZE,): 2.0}}, {"bad_words_ids": [[VOCAB_SIZE]]}])
-def test_what_a_caller_asks_of_an_id_that_no_logit_has_is_refused(model: Any, field: dict[str, Any]) -> None:
+def test_what_a_caller_asks_of_an_id_that_no_logit_has_is_refused(model, field):
     with pytest.raises(ValueError, match=f"must be below vocab_size {VOCAB_SIZE}, got {VOCAB_SIZE}; leave it out"):
         run(model, PROMPTS, SEEDS, **field)
 
 
-def test_padding_in_the_middle_of_a_row_counts_for_nothing(model: Any) -> None:
+def test_padding_in_the_middle_of_a_row_counts_for_nothing(model):
     """P(9) is 0 for the row alone: it is in the prompt, before the padding."""
     alone = [9, 9, 6, 7, 8, 5]
     rows = torch.tensor([[9, 9, 6, 7, PAD, PAD, PAD, 8, 5], [9, 3, 4, 5, 6, 7, 8, 9, 3]])
@@ -309,7 +309,7 @@ def test_padding_in_the_middle_of_a_row_counts_for_nothing(model: Any) -> None:
     assert torch.equal(two.scores[0][0], one.scores[0][0])
 
 
-def test_the_tokens_of_a_prompt_are_those_that_its_mask_marks() -> None:
+def test_the_tokens_of_a_prompt_are_those_that_its_mask_marks():
     rows = torch.tensor([[9, 0, 9, 0], [1, 2, 3, 4]])
     mask = torch.tensor([[1, 0, 1, 0], [0, 1, 1, 1]])
     assert requests.prompt_tokens(rows, {"attention_mask": mask}) == [[9, 9], [2, 3, 4]]
@@ -332,7 +332,7 @@ def run_loop(model: Any, loop: Any, count: int = 3, seeds: list[int] | None = SE
 
 
 @pytest.fixture(scope="module")
-def assisted() -> Any:
+def assisted():
     """The loop with an assistant that is near the model."""
     return partial(seeded_assisted, assistant_model=tiny_model(noise=0.05))
 
@@ -356,14 +356,14 @@ def num_passes(model: Any, loop: Any, monkeypatch: pytest.MonkeyPatch, **given: 
     ("family", "law", "count"),
     [("Qwen3", "k_p", 3), ("Qwen3", "greedy", 1), ("Llama", "edits", 3), ("Llama", "k_p", 1), ("Gemma", "peaked", 3)],
 )
-def test_an_assistant_changes_no_token(family: str, law: str, count: int) -> None:
+def test_an_assistant_changes_no_token(family, law, count):
     model, given = tiny_model(family), DRAFTED_LAWS[law]
     loop = partial(seeded_assisted, assistant_model=tiny_model(family, noise=0.1))
     assert torch.equal(run_loop(model, loop, count, **given), run_loop(model, sample, count, **given))
 
 
 @pytest.mark.parametrize(("law", "count"), [("k_p", 3), ("greedy", 1), ("edits", 3), ("edits", 1), ("peaked", 3)])
-def test_prompt_lookup_changes_no_token(law: str, count: int) -> None:
+def test_prompt_lookup_changes_no_token(law, count):
     model = tiny_model()
     given = {"max_new_tokens": 60, **DRAFTED_LAWS[law]}
     found = run_loop(model, seeded_assisted, count, prompt_lookup_num_tokens=3, **given)
@@ -371,19 +371,19 @@ def test_prompt_lookup_changes_no_token(law: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("law", ["k_p", "edits"])
-def test_an_assistant_with_a_larger_head_changes_no_token_and_drafts_none_of_its_rows_beyond(law: str) -> None:
+def test_an_assistant_with_a_larger_head_changes_no_token_and_drafts_none_of_its_rows_beyond(law):
     """Heads are padded to a multiple; the target has no embedding of such a draft. Their texts are unlike too."""
     model, larger = tiny_model(vocab_size=100), tiny_model(vocab_size=128, seed=5)
     loop = partial(seeded_assisted, assistant_model=larger)
     assert torch.equal(run_loop(model, loop, **DRAFTED_LAWS[law]), run_loop(model, sample, **DRAFTED_LAWS[law]))
 
 
-def test_no_token_is_drawn_beyond_a_vocabulary_that_is_smaller_than_the_head() -> None:
+def test_no_token_is_drawn_beyond_a_vocabulary_that_is_smaller_than_the_head():
     drawn = run_loop(tiny_model(), sample, vocab_size=10, temperature=50.0, top_k=0)
     assert drawn.max() == 9
 
 
-def test_a_near_assistant_saves_most_forward_passes(assisted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_near_assistant_saves_most_forward_passes(assisted, monkeypatch):
     model = tiny_model()
     given = {"min_new_tokens": 30}
     plain, num_assisted = (num_passes(model, each, monkeypatch, **given) for each in (sample, assisted))
@@ -391,7 +391,7 @@ def test_a_near_assistant_saves_most_forward_passes(assisted: Any, monkeypatch: 
     assert num_assisted <= 15
 
 
-def test_criteria_streamers_and_lengths_see_single_tokens(assisted: Any) -> None:
+def test_criteria_streamers_and_lengths_see_single_tokens(assisted):
     model, seen = tiny_model(), list[int]()
 
     class Lengths(MaxLengthCriteria):
@@ -405,20 +405,20 @@ def test_criteria_streamers_and_lengths_see_single_tokens(assisted: Any) -> None
     assert run_loop(model, assisted, max_new_tokens=1).shape[1] == 6
 
 
-def test_batches_without_eos_draw_on(assisted: Any) -> None:
+def test_batches_without_eos_draw_on(assisted):
     model = tiny_model()
     model.generation_config.eos_token_id = None
     assert torch.equal(run_loop(model, assisted), run_loop(model, sample))
     assert run_loop(model, assisted).shape[1] == 35
 
 
-def test_processors_of_the_caller_see_the_text_before_each_draft(assisted: Any) -> None:
+def test_processors_of_the_caller_see_the_text_before_each_draft(assisted):
     model = tiny_model()
     given = {"logits_processor": LogitsProcessorList([NoRepeatNGramLogitsProcessor(1)])}
     assert torch.equal(run_loop(model, assisted, **given), run_loop(model, sample, **given))
 
 
-def test_scores_and_logits_are_those_of_single_tokens(assisted: Any) -> None:
+def test_scores_and_logits_are_those_of_single_tokens(assisted):
     model = tiny_model()
     given = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "min_new_tokens": 30}
     made, plain = run_loop(model, assisted, **given), run_loop(model, sample, **given)
@@ -429,7 +429,7 @@ def test_scores_and_logits_are_those_of_single_tokens(assisted: Any) -> None:
             torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-5)
 
 
-def test_seeds_that_the_sampler_draws_are_handed_to_the_assistant(assisted: Any) -> None:
+def test_seeds_that_the_sampler_draws_are_handed_to_the_assistant(assisted):
     model = tiny_model()
     drawn = []
     for each in (assisted, sample):
@@ -451,6 +451,6 @@ def test_seeds_that_the_sampler_draws_are_handed_to_the_assistant(assisted: Any)
         ({"assistant_early_exit": 1}, "assistant_early_exit must be None here"),
     ],
 )
-def test_what_the_loop_cannot_do_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+def test_what_the_loop_cannot_do_is_refused_by_name(given, message):
     with pytest.raises(ValueError, match=message):
         run_loop(tiny_model(), seeded_assisted, **given)

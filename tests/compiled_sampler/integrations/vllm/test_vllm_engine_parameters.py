@@ -1,6 +1,5 @@
 """Each parameter of a request inside a vLLM engine: seen in what is drawn, or refused by its name."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,12 +66,12 @@ ENGINES: dict[str, dict[str, Any]] = {"plain": {}, "ngram": {"speculative_config
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "target", VOCAB, seed=0, spread=1.5)
 
 
 @pytest.fixture(scope="module", params=ENGINES)
-def made(request: pytest.FixtureRequest, model: Path) -> Any:
+def made(request, model):
     """All settings in one batch of an engine, and then each refused one alone."""
     together = [{"prompt": PROMPT, "params": {**PLAIN, **each}} for each in SETTINGS.values()]
     alone = [[{"prompt": PROMPT, "params": {**PLAIN, name: value}}] for name, value in REFUSED.items()]
@@ -94,14 +93,14 @@ def redrawn(found: dict[str, Any], params: SamplingParams, logprobs: Logprobs | 
     return tokens, outputs
 
 
-def test_tokens_are_those_of_the_definition_at_the_positions_of_the_text(made: Any) -> None:
+def test_tokens_are_those_of_the_definition_at_the_positions_of_the_text(made):
     params = SamplingParams(seed=3, temperature=0.9)
     found = made["by_name"]["plain"]
     assert len(found["tokens"]) == LENGTH
     assert redrawn(found, params)[0] == found["tokens"]
 
 
-def test_a_request_with_every_parameter_draws_by_all_of_them(made: Any) -> None:
+def test_a_request_with_every_parameter_draws_by_all_of_them(made):
     mine = {**EVERY, "logit_bias": {7: 2.0, 9: -1.0}, "bad_words_token_ids": [[7], [8, 9]], "stop_token_ids": [13, EOS]}
     found = made["by_name"]["every"]
     tokens, outputs = redrawn(found, SamplingParams(**mine), Logprobs(top=4, rank=True))
@@ -113,24 +112,24 @@ def test_a_request_with_every_parameter_draws_by_all_of_them(made: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
-def test_a_filter_that_keeps_one_token_draws_the_likeliest(made: Any, name: str) -> None:
+def test_a_filter_that_keeps_one_token_draws_the_likeliest(made, name):
     assert made["by_name"][name]["tokens"] == made["by_name"]["greedy"]["tokens"]
     assert made["by_name"][name]["tokens"] != made["by_name"]["plain"]["tokens"]
 
 
-def test_another_seed_draws_other_tokens(made: Any) -> None:
+def test_another_seed_draws_other_tokens(made):
     assert made["by_name"]["seed"]["tokens"] != made["by_name"]["plain"]["tokens"]
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "frequency_penalty", "presence_penalty"])
-def test_a_penalty_draws_as_by_the_definition(made: Any, name: str) -> None:
+def test_a_penalty_draws_as_by_the_definition(made, name):
     found = made["by_name"][name]
     assert redrawn(found, SamplingParams(**SETTINGS[name]))[0] == found["tokens"]
     assert redrawn(found, SamplingParams(temperature=0.0))[0] != found["tokens"]
 
 
 @pytest.mark.parametrize("name", ["dry", "watermark"])
-def test_what_extra_args_bring_draws_as_by_the_definition(made: Any, name: str) -> None:
+def test_what_extra_args_bring_draws_as_by_the_definition(made, name):
     found, given = made["by_name"][name], {"seed": 3, "temperature": 0.9, **SETTINGS[name]}
     own = given.pop("extra_args")
     given["logit_bias"] = {int(token): bias for token, bias in given.get("logit_bias", {}).items()}
@@ -138,7 +137,7 @@ def test_what_extra_args_bring_draws_as_by_the_definition(made: Any, name: str) 
     assert redrawn(found, SamplingParams(**given))[0] != found["tokens"]
 
 
-def test_lists_of_tokens_hold(made: Any) -> None:
+def test_lists_of_tokens_hold(made):
     tokens = {name: found["tokens"] for name, found in made["by_name"].items()}
     assert tokens["logit_bias"] == tokens["stop_token_ids"] * LENGTH == [9] * LENGTH
     assert set(tokens["allowed_token_ids"]) == {20, 21, 22}
@@ -149,14 +148,14 @@ def test_lists_of_tokens_hold(made: Any) -> None:
     assert tokens["choice"] in ([5, EOS], [7, EOS])
 
 
-def test_each_of_n_choices_has_its_own_seed(made: Any) -> None:
+def test_each_of_n_choices_has_its_own_seed(made):
     first, second, third = made["by_name"]["n"]["all"]
     assert first == made["by_name"]["plain"]["tokens"]
     assert second == made["by_name"]["seed"]["tokens"]  # vLLM counts the seed up
     assert third not in (first, second)
 
 
-def test_logprobs_of_all_tokens_are_those_of_the_raw_logits(made: Any) -> None:
+def test_logprobs_of_all_tokens_are_those_of_the_raw_logits(made):
     found = made["by_name"]["all logprobs"]
     for place, table in enumerate(found["logprobs"]):
         expected = torch.tensor(found["rows"][str(len(PROMPT) + place)]).double().log_softmax(-1)
@@ -164,7 +163,7 @@ def test_logprobs_of_all_tokens_are_those_of_the_raw_logits(made: Any) -> None:
         torch.testing.assert_close(torch.tensor(given, dtype=torch.float64), expected, atol=3e-6, rtol=2e-6)
 
 
-def test_what_the_sampler_does_not_have_is_refused_by_name_and_the_engine_goes_on(made: Any) -> None:
+def test_what_the_sampler_does_not_have_is_refused_by_name_and_the_engine_goes_on(made):
     for name, found in zip(REFUSED, made["rounds"][1:], strict=True):
         if name == "temperature":
             assert len(found[0]["tokens"]) == LENGTH
@@ -172,7 +171,7 @@ def test_what_the_sampler_does_not_have_is_refused_by_name_and_the_engine_goes_o
             assert name in found[0]["error"]
 
 
-def test_processed_logprobs_are_of_the_law_that_tokens_are_drawn_from(model: Path) -> None:
+def test_processed_logprobs_are_of_the_law_that_tokens_are_drawn_from(model):
     params = {**PLAIN, "top_k": 3, "logprobs": 5}
     engine = {"logprobs_mode": "processed_logprobs"}
     made = run(model, [[{"prompt": PROMPT, "params": params}]], install={"backend": "eager"}, engine=engine)
@@ -183,7 +182,7 @@ def test_processed_logprobs_are_of_the_law_that_tokens_are_drawn_from(model: Pat
         assert values.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
 
 
-def test_batches_that_fall_to_the_stock_sampler_are_counted_and_ours_go_on_behind_them(model: Path) -> None:
+def test_batches_that_fall_to_the_stock_sampler_are_counted_and_ours_go_on_behind_them(model):
     """A request with penalties meets batches that vLLM draws; then it goes on from all its tokens."""
     law = {**PLAIN, "temperature": 0.0, "repetition_penalty": 1.5, "max_tokens": 20}
     odd = {"prompt": [9], "params": {**PLAIN, "max_tokens": 6, "logprob_token_ids": [3, 4]}}
@@ -197,6 +196,6 @@ def test_batches_that_fall_to_the_stock_sampler_are_counted_and_ours_go_on_behin
         assert redrawn(found, SamplingParams(temperature=0.0, repetition_penalty=1.5))[0] == found["tokens"]
 
 
-def test_an_engine_that_cannot_be_served_does_not_start(model: Path) -> None:
+def test_an_engine_that_cannot_be_served_does_not_start(model):
     with pytest.raises(RuntimeError, match=r"logprobs_mode must be one of .*, got 'raw_logits'"):
         run(model, [], install={}, engine={"logprobs_mode": "raw_logits"})

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,12 +37,12 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "target", VOCAB, seed=0, spread=2.5)
 
 
 @pytest.fixture(scope="module")
-def alone(model: Path) -> Any:
+def alone(model):
     """An engine that draws each request alone, then all in a batch, in another order, and once more."""
     rounds = [*([each] for each in REQUESTS), REQUESTS, REQUESTS[::-1], REQUESTS]
     return run(model, rounds, **OURS)
@@ -78,20 +77,20 @@ def compared(name: str, first: list[Any], second: list[Any]) -> tuple[int, int]:
     return equal, other
 
 
-def test_the_texts_are_long_enough_to_say_something(alone: Any) -> None:
+def test_the_texts_are_long_enough_to_say_something(alone):
     texts = [each["tokens"] for each in alone["rounds"][8]]
     assert sum(map(len, texts)) > 300
     assert len(set(map(tuple, texts))) == 8
 
 
-def test_a_batch_of_eight_in_two_orders_draws_what_requests_draw_alone(alone: Any) -> None:
+def test_a_batch_of_eight_in_two_orders_draws_what_requests_draw_alone(alone):
     each_alone = [round_[0] for round_ in alone["rounds"][:8]]
     for name, batch in {"batch of 8": alone["rounds"][8], "reversed": alone["rounds"][9][::-1]}.items():
         equal, _ = compared(name, each_alone, batch)
         assert equal > 100
 
 
-def test_prompts_out_of_the_prefix_cache_draw_the_same(alone: Any) -> None:
+def test_prompts_out_of_the_prefix_cache_draw_the_same(alone):
     first, again = alone["rounds"][2][0], alone["rounds"][10][2]
     assert first["cached"] == 0
     assert again["cached"] >= 64
@@ -99,7 +98,7 @@ def test_prompts_out_of_the_prefix_cache_draw_the_same(alone: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_another_engine_draws_the_same(name: str, model: Path, alone: Any) -> None:
+def test_another_engine_draws_the_same(name, model, alone):
     made = run(model, [REQUESTS], **{**OURS, **ENGINES[name]})
     equal, _ = compared(name, alone["rounds"][8], made["rounds"][0])
     assert equal > 100
@@ -110,13 +109,13 @@ def test_another_engine_draws_the_same(name: str, model: Path, alone: Any) -> No
     assert (made["metrics"]["vllm:num_preemptions"] > 0) == ("preempting" in name)
 
 
-def test_the_environment_variable_alone_reaches_the_process_of_an_engine(model: Path, alone: Any) -> None:
+def test_the_environment_variable_alone_reaches_the_process_of_an_engine(model, alone):
     environment = {"COMPILED_SAMPLER_VLLM": "backend=eager", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     made = run(model, [REQUESTS], environment=environment)
     assert [each["tokens"] for each in made["rounds"][0]] == [each["tokens"] for each in alone["rounds"][8]]
 
 
-def test_without_the_adapter_the_tokens_are_others(model: Path, alone: Any) -> None:
+def test_without_the_adapter_the_tokens_are_others(model, alone):
     made = run(model, [REQUESTS])
     assert made["statistics"]["batches"] == 0
     drawn = [[each["tokens"] for each in round_] for round_ in (made["rounds"][0], alone["rounds"][8])]
@@ -124,7 +123,7 @@ def test_without_the_adapter_the_tokens_are_others(model: Path, alone: Any) -> N
     assert drawn[0][0] != drawn[1][0]
 
 
-def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
+def test_the_examples_of_the_page_run(tmp_path):
     """``folder`` in them is a model."""
     folder = make_model(tmp_path / "model", 64, seed=0)
     blocks = re.findall(r"^```py\n(.*?)^```", (ROOT / "docs" / "vllm.md").read_text(), re.DOTALL | re.MULTILINE)
@@ -144,17 +143,17 @@ COUNT = 6000
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "target", vllm_law.VOCAB, seed=0)
 
 
 @pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def drafter(tmp_path_factory):
     return make_model(tmp_path_factory.mktemp("model") / "drafter", vllm_law.VOCAB, seed=1)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_tokens_have_the_law_of_the_target_and_not_that_of_the_drafter(rule: str, target: Path, drafter: Path) -> None:
+def test_tokens_have_the_law_of_the_target_and_not_that_of_the_drafter(rule, target, drafter):
     """False alarm of one case: 1e-6. The drafter's law is the control, which must fail."""
     drafts = {"method": "draft_model", "model": str(drafter), "num_speculative_tokens": vllm_law.DRAFTS}
     speculation = {**drafts, "draft_sample_method": "probabilistic"}

@@ -4,7 +4,6 @@ test_vllm_contract.py holds the fields of the stand-ins to vLLM's.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,11 +27,11 @@ from tests.engines.published_engine import isolated, put_module
 from tests.engines.vllm_stand_in import DEFAULTS, Given, runner
 
 
-def test_the_stand_in_has_every_field_that_is_mapped() -> None:
+def test_the_stand_in_has_every_field_that_is_mapped():
     assert set(DEFAULTS) >= MAPPED
 
 
-def test_every_parameter_is_mapped_by_its_name() -> None:
+def test_every_parameter_is_mapped_by_its_name():
     drawn = {"temperature": 0.7, "top_p": 0.9, "min_p": 0.1, "seed": -5}
     penalties = {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": -0.5}
     lists = {"logit_bias": {3: 1.5}, "allowed_token_ids": [1, 2, 3]}
@@ -49,7 +48,7 @@ def test_every_parameter_is_mapped_by_its_name() -> None:
     assert sampler_params(given, "a", 0) == SamplingParams(**drawn, **penalties, **lists, **others)
 
 
-def test_extra_args_bring_what_vllm_has_no_field_for() -> None:
+def test_extra_args_bring_what_vllm_has_no_field_for():
     own = {
         "dry_multiplier": 0.8,
         "dry_sequence_breakers": [5],
@@ -64,13 +63,13 @@ def test_extra_args_bring_what_vllm_has_no_field_for() -> None:
     assert fields - MAPPED - OWN == {"bad_words_token_ids", "stop_token_ids", "eos_token_id", "ignore_eos"}
 
 
-def test_stop_tokens_are_the_engines_matter_without_min_tokens() -> None:
+def test_stop_tokens_are_the_engines_matter_without_min_tokens():
     assert sampler_params(Given(_all_stop_token_ids={1}), "a", 0).edits == ()
     assert sampler_params(Given(_all_stop_token_ids={1}, min_tokens=2), "a", 0).edits == ("min_tokens", "stops")
     assert sampler_params(Given(min_tokens=2), "a", 0).edits == ()
 
 
-def test_a_request_without_a_seed_gets_one_of_its_id_and_the_salt() -> None:
+def test_a_request_without_a_seed_gets_one_of_its_id_and_the_salt():
     seeds = {sampler_params(Given(), request_id, salt).seed for request_id in ("a", "b") for salt in (0, 1)}
     assert len(seeds) == 4
     assert sampler_params(Given(), "a", 0).seed == seed_of("a", 0) == 140742745180244919
@@ -94,7 +93,7 @@ def test_a_request_without_a_seed_gets_one_of_its_id_and_the_salt() -> None:
         {"extra_args": {"min_k": 1}},
     ],
 )
-def test_what_the_sampler_does_not_have_is_named(given: dict[str, Any]) -> None:
+def test_what_the_sampler_does_not_have_is_named(given):
     name = next(iter(given.get("extra_args", given)))
     reason = unsupported(Given(**given), 100)
     assert reason is not None
@@ -110,17 +109,17 @@ def test_what_the_sampler_does_not_have_is_named(given: dict[str, Any]) -> None:
         {"watermarking": False, "structured_outputs": object(), "max_tokens": 3, "logprobs": 5},
     ],
 )
-def test_what_it_has_is_not_refused(given: dict[str, Any]) -> None:
+def test_what_it_has_is_not_refused(given):
     assert unsupported(Given(**given), 100) is None
 
 
-def test_a_prompt_of_embeddings_is_refused_only_with_edits_that_read_its_tokens() -> None:
+def test_a_prompt_of_embeddings_is_refused_only_with_edits_that_read_its_tokens():
     reason = unsupported(Given(repetition_penalty=1.5), 100, has_tokens=False)
     assert reason == "the prompt must be of tokens for penalties, got embeddings; pass token ids"
     assert unsupported(Given(logit_bias={3: 1.0}), 100, has_tokens=False) is None
 
 
-def test_extra_args_that_an_engine_cannot_serve_are_named() -> None:
+def test_extra_args_that_an_engine_cannot_serve_are_named():
     dry, watermark = (Given(extra_args={name: 1}) for name in ("dry_multiplier", "watermark_tokens"))
     for rule in ("rejection", "block"):
         assert f"under {rule}" in str(unsupported(watermark, 100, Settings(rule=rule)))
@@ -129,7 +128,7 @@ def test_extra_args_that_an_engine_cannot_serve_are_named() -> None:
     assert unsupported(Given(extra_args={"other": 1}), 100, Settings()) is None
 
 
-def test_a_request_without_any_token_ends() -> None:
+def test_a_request_without_any_token_ends():
     assert ending_token(Given(_eos_token_id=5, _all_stop_token_ids={3, 5})) == 5
     assert ending_token(Given(_all_stop_token_ids={7, 3})) == 3
     assert ending_token(Given()) == 0
@@ -144,14 +143,14 @@ def test_a_request_without_any_token_ends() -> None:
         (Settings("stock", "rejection", "eager"), "on_unsupported=stock,rule=rejection,backend=eager"),
     ],
 )
-def test_settings_come_back_from_their_text(settings: Settings, text: str) -> None:
+def test_settings_come_back_from_their_text(settings, text):
     assert settings.text == text
     assert settings_of_text(text) == settings
     assert settings_of_text("") is settings_of_text("0") is None
 
 
 @pytest.mark.parametrize("text", ["yes", "rule=fast", "speed=1", "rule"])
-def test_another_text_is_refused_with_the_choices(text: str) -> None:
+def test_another_text_is_refused_with_the_choices(text):
     with pytest.raises(ValueError, match="must be"):
         settings_of_text(text)
 
@@ -179,7 +178,7 @@ class ValidationError(ValueError):
 
 
 @pytest.fixture(autouse=True)
-def stand_in() -> Iterator[None]:
+def stand_in():
     """The modules of vLLM that the adapter imports."""
     with isolated(("vllm",), "compiled_sampler.integrations.vllm"):
         put_module("vllm.v1.outputs", {"SamplerOutput": SamplerOutput, "LogprobsTensors": LogprobsTensors})
@@ -215,9 +214,7 @@ GREEDY = {"temperature": 0.0, "seed": 1, "_eos_token_id": EOS}
 
 @pytest.mark.parametrize("refused", [{"brand_new": 1}, {"repetition_penalty": 2.0}], ids=["unknown", "embeddings"])
 @pytest.mark.parametrize("num_drafts", [0, 2])
-def test_a_request_that_no_admission_refused_ends_with_its_eos_and_the_others_go_on(
-    refused: dict[str, Any], num_drafts: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_request_that_no_admission_refused_ends_with_its_eos_and_the_others_go_on(refused, num_drafts, caplog):
     requests = {"a": Given(**GREEDY), "b": Given(**GREEDY, **refused)}
     prompt = None if "repetition_penalty" in refused else (1, 2)
     state = state_of(requests, num_drafts, prompt)
@@ -234,7 +231,7 @@ def test_a_request_that_no_admission_refused_ends_with_its_eos_and_the_others_go
     assert state.counts == {"batches": 2, "stock_batches": 0}
 
 
-def test_a_placeholder_in_a_prompt_ends_nothing() -> None:
+def test_a_placeholder_in_a_prompt_ends_nothing():
     """Admission takes ids that the tokenizer has and the model's head has not; they met an error in the step."""
     state = state_of({"a": Given(**GREEDY, repetition_penalty=2.0)}, prompt=(V, 3))
     logits = torch.zeros(1, V)
@@ -251,7 +248,7 @@ def test_a_placeholder_in_a_prompt_ends_nothing() -> None:
         (Given(min_tokens=1, _all_stop_token_ids={V}), [V, 1], None),
     ],
 )
-def test_admission_refuses_a_request_alone(params: Given, prompt: list[int] | None, message: str | None) -> None:
+def test_admission_refuses_a_request_alone(params, prompt, message):
     from compiled_sampler.integrations.vllm import plugin
     from compiled_sampler.integrations.vllm.parameters import Settings
 
@@ -266,7 +263,7 @@ def test_admission_refuses_a_request_alone(params: Given, prompt: list[int] | No
         checked(processor)
 
 
-def test_a_request_whose_tokens_the_host_does_not_know_is_drawn_by_vllm_where_it_shall() -> None:
+def test_a_request_whose_tokens_the_host_does_not_know_is_drawn_by_vllm_where_it_shall():
     """With asynchronous scheduling, after a batch that vLLM drew; it would end otherwise."""
     from compiled_sampler.integrations.vllm.parameters import Settings
 

@@ -56,11 +56,11 @@ class Slots:
 
 
 @pytest.fixture
-def slots() -> Slots:
+def slots():
     return Slots()
 
 
-def test_a_request_keeps_its_slot_while_it_is_in_the_batch_and_frees_it_behind(slots: Slots) -> None:
+def test_a_request_keeps_its_slot_while_it_is_in_the_batch_and_frees_it_behind(slots):
     a, b, c, d = (state(name, seed=place) for place, name in enumerate("abcd"))
     first = slots.of_batch([a, b, c])
     assert slots.of_batch([c, a, b]) == [first[2], first[0], first[1]]
@@ -72,7 +72,7 @@ def test_a_request_keeps_its_slot_while_it_is_in_the_batch_and_frees_it_behind(s
     assert slots.sampler.num_free_slots == 3
 
 
-def test_an_id_that_comes_again_for_another_request_or_a_longer_prompt_is_added_again(slots: Slots) -> None:
+def test_an_id_that_comes_again_for_another_request_or_a_longer_prompt_is_added_again(slots):
     sampler, session = slots.sampler, state("a", **PENALTIES)
     (slot,) = slots.of_batch([session])
     session.prompt_token_ids, session.num_prompt_tokens = [1, 2, 40], 3
@@ -84,7 +84,7 @@ def test_an_id_that_comes_again_for_another_request_or_a_longer_prompt_is_added_
     assert sampler.request(slot).seed == 9
 
 
-def test_a_preempted_request_comes_back_with_all_its_tokens(slots: Slots) -> None:
+def test_a_preempted_request_comes_back_with_all_its_tokens(slots):
     sampler, logits = slots.sampler, torch.zeros(1, 50)
     logits[0, 40], logits[0, 7] = 1.0, 0.9
     back = state("a", drawn=(40,), **PENALTIES)
@@ -94,9 +94,7 @@ def test_a_preempted_request_comes_back_with_all_its_tokens(slots: Slots) -> Non
     assert sampler.sample(sampler.plan([slot]), logits, torch.tensor([3])).tolist() == [7]
 
 
-def test_tokens_that_the_host_does_not_know_end_their_request_alone_and_only_where_they_are_read(
-    slots: Slots, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tokens_that_the_host_does_not_know_end_their_request_alone_and_only_where_they_are_read(slots, caplog):
     """An error in a step would end the engine for every request."""
     unread, read, other = state("a", drawn=(4, -1), seed=1), state("b", drawn=(4, -1), **PENALTIES), state("c")
     biased = state("d", drawn=(4, -1), logit_bias={3: 1.0})
@@ -110,7 +108,7 @@ def test_tokens_that_the_host_does_not_know_end_their_request_alone_and_only_whe
     assert slots.of_batch([state("e")], {"e": "top_k"}) == [-1]
 
 
-def test_prompts_of_embeddings_and_ids_that_no_logit_has_count_for_nothing(slots: Slots) -> None:
+def test_prompts_of_embeddings_and_ids_that_no_logit_has_count_for_nothing(slots):
     """Placeholders of images are such ids; ``min_tokens`` counts them, and an eos that no logit has masks nothing."""
     least = {"temperature": 0.0, "min_tokens": 2, "_all_stop_token_ids": {7, 60}, "seed": 1}
     embedded = state("a", [0, 0], **least)
@@ -123,13 +121,13 @@ def test_prompts_of_embeddings_and_ids_that_no_logit_has_count_for_nothing(slots
     assert sampler.sample(sampler.plan(held), logits, torch.tensor([4, 4])).tolist() == [7, 1]  # 3 was drawn
 
 
-def test_a_batch_knows_the_tokens_that_end_its_requests(slots: Slots) -> None:
+def test_a_batch_knows_the_tokens_that_end_its_requests(slots):
     made = slots.of_batch([state("a", _eos_token_id=5), state("b", _eos_token_id=6)])
     assert slots.engine.planned(np.array(made)).ending.tolist() == [5, 6]
     assert slots.engine.planned(np.array([made[1], -1]), None, {1: 6}).ending == 6
 
 
-def test_the_rows_of_a_batch_that_stays_are_found_again(slots: Slots) -> None:
+def test_the_rows_of_a_batch_that_stays_are_found_again(slots):
     states = {name: state(name, seed=1) for name in "ab"}
     slots.of_batch([states["a"], states["b"]])
     batch = SimpleNamespace(req_ids=["a", "b"], num_reqs=2, num_prompt_tokens=np.array([2, 2, 9], np.int32))
@@ -143,7 +141,7 @@ def test_the_rows_of_a_batch_that_stays_are_found_again(slots: Slots) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_request_that_would_get_no_token_gets_the_one_that_ends_it(dtype: torch.dtype) -> None:
+def test_a_request_that_would_get_no_token_gets_the_one_that_ends_it(dtype):
     drawn = torch.tensor([3, -1, 5], dtype=dtype)
     made = with_endings(drawn, torch.tensor([7, 8, 9]))
     assert made.dtype == dtype
@@ -153,7 +151,7 @@ def test_a_request_that_would_get_no_token_gets_the_one_that_ends_it(dtype: torc
     assert drawn.tolist() == [3, -1, 5]
 
 
-def test_gaps_after_the_kept_tokens_are_filled_with_other_tokens_on_the_host() -> None:
+def test_gaps_after_the_kept_tokens_are_filled_with_other_tokens_on_the_host():
     given = np.array([[2, 2, 0, -1, -1], [4, 4, 3, 2, 1], [1, 1, -1, -1, -1]])
     assert without_gaps(given).tolist() == [[2, 2, 0, 1, 3], [4, 4, 3, 2, 1], [1, 1, 0, 2, 3]]
     of_all = without_gaps(np.array([[5, 5, 2, 0, -1, -1, -1]]))
@@ -163,7 +161,7 @@ def test_gaps_after_the_kept_tokens_are_filled_with_other_tokens_on_the_host() -
         assert each.tolists().logprob_token_ids.tolist() == [[2, 2, 0]]
 
 
-def test_columns_begin_with_the_drawn_token_with_drafts_and_without() -> None:
+def test_columns_begin_with_the_drawn_token_with_drafts_and_without():
     sampler = Sampler(50, 2, backend="eager")
     slots = [sampler.add_request(SamplingParams(seed=seed)) for seed in (1, 2)]
     logits, wanted, positions = torch.randn(2, 50), Logprobs(top=3, rank=True), torch.tensor([4, 9])

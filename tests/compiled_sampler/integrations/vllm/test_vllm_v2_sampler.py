@@ -1,6 +1,5 @@
 """The samplers of a V2 runner against ``Sampler``, on vLLM's classes without the parts that need a GPU."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,7 +34,7 @@ PROMPTS = [[1, 2], [3], [4, 5, 6], [7, 8, 9, 10]]
 
 
 @pytest.fixture(autouse=True)
-def clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def clean(monkeypatch):
     def stock_init(self: Any, **given: Any) -> None:
         self.req_states, self.logprobs_mode, self.compute_nans = given["req_states"], "raw_logprobs", False
         self.penalties_state = SimpleNamespace()
@@ -139,7 +138,7 @@ def own_stream(which: int, steps: int) -> list[int]:
     return tokens
 
 
-def test_requests_at_their_index_draw_their_own_streams_in_any_order_also_after_a_preemption() -> None:
+def test_requests_at_their_index_draw_their_own_streams_in_any_order_also_after_a_preemption():
     sampler = sampler_with(States())
     streams: dict[int, list[int]] = {which: [] for which in range(4)}
     places = {0: 5, 1: 0, 2: 3, 3: 1}
@@ -162,7 +161,7 @@ def test_requests_at_their_index_draw_their_own_streams_in_any_order_also_after_
     assert statistics() == {"batches": 6, "stock_batches": 0}
 
 
-def test_requests_without_states_by_which_an_engine_measures_its_memory_leave_when_others_come() -> None:
+def test_requests_without_states_by_which_an_engine_measures_its_memory_leave_when_others_come():
     """As vLLM 0.33 adds them, with every parameter set."""
     sampler = sampler_with(States())
     for index in range(SLOTS):
@@ -176,7 +175,7 @@ def test_requests_without_states_by_which_an_engine_measures_its_memory_leave_wh
     assert made.sampled_token_ids[:, 0].tolist() == own_stream(0, 1)
 
 
-def test_a_row_in_the_midst_of_its_prompt_records_nothing() -> None:
+def test_a_row_in_the_midst_of_its_prompt_records_nothing():
     sampler, prompt = sampler_with(States()), [5, 6, 7, 8]
     law = {"temperature": 0.0, "seed": 1, "repetition_penalty": 5.0}
     add(sampler, 0, "a", prompt, [], **law)
@@ -190,7 +189,7 @@ def test_a_row_in_the_midst_of_its_prompt_records_nothing() -> None:
 
 
 @pytest.mark.parametrize("right", [0, 1, 2])
-def test_drafts_are_verified_by_match_as_ragged_rows(right: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_verified_by_match_as_ragged_rows(right, monkeypatch):
     sampler, counts = sampler_with(States()), [2, 0, 1]
     for which in range(3):
         add(sampler, which, f"r{which}", PROMPTS[which], [], **LAWS[which])
@@ -216,7 +215,7 @@ def test_drafts_are_verified_by_match_as_ragged_rows(right: int, monkeypatch: py
         assert made.sampled_token_ids[which, :emitted].tolist() == plain[which][:emitted]
 
 
-def test_drafts_whose_law_the_drafter_kept_are_verified_by_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_whose_law_the_drafter_kept_are_verified_by_the_rule(monkeypatch):
     """Against ``verify`` of a sampler that is told the laws: softmax at the temperature, one-hot where that is 0."""
     sampler, counts, at = sampler_with(States(), rule="rejection"), [2, 1], [2, 1]
     laws = [{"temperature": 0.7, "seed": 3}, {"temperature": 0.0, "seed": 4}]
@@ -239,7 +238,7 @@ def test_drafts_whose_law_the_drafter_kept_are_verified_by_the_rule(monkeypatch:
     assert made.sampled_token_ids.tolist() == wanted.token_ids.tolist()
 
 
-def test_logprobs_are_those_of_the_batch_that_asks_for_most() -> None:
+def test_logprobs_are_those_of_the_batch_that_asks_for_most():
     sampler = sampler_with(States())
     add(sampler, 0, "a", [1], [], seed=1, logprobs=3)
     add(sampler, 1, "b", [1], [], seed=2)
@@ -252,9 +251,7 @@ def test_logprobs_are_those_of_the_batch_that_asks_for_most() -> None:
     assert ranks.tolist() == [int((logits[row] > logits[row, ids[row, 0]]).sum()) + 1 for row in range(2)]
 
 
-def test_what_a_request_cannot_have_ends_it_alone_or_is_given_to_vllm(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_a_request_cannot_have_ends_it_alone_or_is_given_to_vllm(monkeypatch, caplog):
     sampler = sampler_with(States())
     add(sampler, 0, "a", [1], [], seed=1, temperature=0.0)
     add(sampler, 1, "b", [1], [], seed=2, logprob_token_ids=[3], logprobs=1)
@@ -273,9 +270,7 @@ def test_what_a_request_cannot_have_ends_it_alone_or_is_given_to_vllm(
     assert statistics()["stock_batches"] == 1
 
 
-def test_a_request_whose_tokens_vllm_drew_stays_with_vllm_where_edits_read_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_whose_tokens_vllm_drew_stays_with_vllm_where_edits_read_them(monkeypatch):
     """Ours would miss them in its history; a request without such edits comes back."""
     sampler = sampler_with(States(), on_unsupported="stock")
     monkeypatch.setattr(StockSampler, "add_request", lambda *_: None)
@@ -292,7 +287,7 @@ def test_a_request_whose_tokens_vllm_drew_stays_with_vllm_where_edits_read_them(
     assert sampler(logits[:1], batch_of([0], [0])) != "stock"
 
 
-def test_an_engine_with_a_watermark_is_refused_or_draws_as_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_with_a_watermark_is_refused_or_draws_as_it_did(monkeypatch):
     install()
     monkeypatch.setattr(RejectionSampler, "__call__", lambda *_: "stock")
     with pytest.raises(RuntimeError, match="watermark_config must be None"):
@@ -302,7 +297,7 @@ def test_an_engine_with_a_watermark_is_refused_or_draws_as_it_did(monkeypatch: p
     assert verifier(torch.zeros(1, V), batch_of([0], [0], [0], input_ids=None)) == "stock"
 
 
-def test_it_is_put_where_a_runner_makes_its_samplers_and_taken_back() -> None:
+def test_it_is_put_where_a_runner_makes_its_samplers_and_taken_back():
     install()
     assert issubclass(model_runner.Sampler, StockSampler)
     assert model_runner.Sampler is not StockSampler
@@ -325,8 +320,6 @@ def test_it_is_put_where_a_runner_makes_its_samplers_and_taken_back() -> None:
         ({}, [], None),
     ],
 )
-def test_an_engine_that_cannot_be_served_is_named(
-    changed: dict[str, Any], processors: list[Any], named: str | None
-) -> None:
+def test_an_engine_that_cannot_be_served_is_named(changed, processors, named):
     reason = unsupported_v2(config_of(**changed), processors)
     assert reason is None if named is None else named in str(reason)

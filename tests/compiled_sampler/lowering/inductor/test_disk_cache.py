@@ -39,7 +39,7 @@ def scaled(x: Tensor, *, factor: int) -> Tensor:
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(cache_dir_utils, "cache_dir", lambda: str(tmp_path))
     return tmp_path / "compiled_sampler"
 

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -35,7 +34,7 @@ def scaled(x: Tensor, *, factor: int) -> Tensor:
 
 
 @pytest.fixture
-def unknown_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def unknown_torch(monkeypatch):
     """A torch of another version, of which was warned already."""
     monkeypatch.setattr(torch, "__version__", UNKNOWN)
     with warnings.catch_warnings():
@@ -185,7 +184,7 @@ OTHERS = {
 
 
 @pytest.fixture(params=[True, False], ids=["guards", "public functions"])
-def checked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+def checked(request, monkeypatch):
     monkeypatch.setattr(versions, "was_checked", lambda: request.param)
     return bool(request.param)
 
@@ -250,7 +249,7 @@ assert subprocess.check_output([tool, "--version"], text=True) == compiler.get_p
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("asks", [True, False])
-def test_a_process_assembles_as_this_one_also_where_triton_asked_for_its_version_before(asks: bool) -> None:
+def test_a_process_assembles_as_this_one_also_where_triton_asked_for_its_version_before(asks):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_PTXAS_PATH"}
     script = _ASKED_BEFORE.replace("ASKS", str(asks))
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
