@@ -2,7 +2,6 @@
 
 import zipfile
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,7 +15,7 @@ def test_a_step_is_the_difference_of_two_calls(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(transformers_step.time, "perf_counter", lambda: now[0])
 
-    def call(tokens: int) -> None:
+    def call(tokens):
         now[0] += 1.0 + 0.002 * tokens
 
     assert transformers_step.step_us(call, steps=10, repeats=2) == pytest.approx(2000.0)
@@ -25,7 +24,7 @@ def test_a_step_is_the_difference_of_two_calls(monkeypatch):
 def test_the_source_of_an_engine_is_unpacked_once_and_without_what_is_no_python(tmp_path, monkeypatch):
     monkeypatch.setattr(published_source, "ROOT", tmp_path)
 
-    def download(command: list[str], check: bool) -> None:
+    def download(command, check):
         assert {"--no-deps", "sglang==0.5.17"} <= set(command)
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "a.whl", "w") as wheel:
             for name in ("sglang/a.py", "sglang/kernel.so", "sglang-0.5.17.dist-info/METADATA"):
@@ -44,7 +43,7 @@ def test_the_source_of_an_engine_is_unpacked_once_and_without_what_is_no_python(
 FIRST = len(REQUESTS[0][0])
 
 
-def runs(tokens: list[int], digests: list[str]) -> dict[str, Any]:
+def runs(tokens, digests):
     logits = {str(FIRST + place): digest for place, digest in enumerate(digests)}
     return {"rows": {"0": {"tokens": tokens, "logits": logits}}, "cached": 0}
 

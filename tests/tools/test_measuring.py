@@ -38,13 +38,10 @@ def test_ties_are_peaked_rows_rounded_to_bfloat16():
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_logits_depend_on_the_seed_alone(distribution):
+def test_logits_depend_on_the_seed_alone_and_an_unknown_distribution_is_named(distribution):
     first, again, other = (logits_like(distribution, 2, 100, CPU, torch.float32, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_an_unknown_distribution_is_named():
     with pytest.raises(ValueError, match="'spiky'"):
         logits_like("spiky", 1, 10, CPU, torch.float32)
 
@@ -67,7 +64,7 @@ def test_a_queued_step_takes_what_the_gpu_takes_for_it_whatever_the_host_does_be
     with torch.cuda.graph(graph):
         numbers.add_(1.0)
 
-    def slow() -> None:
+    def slow():
         time.sleep(0.002)
         graph.replay()
 

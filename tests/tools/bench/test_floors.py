@@ -8,7 +8,7 @@ import torch
 
 from compiled_sampler import Sampler
 from compiled_sampler.core.rows import RowSlots
-from compiled_sampler.core.stage import Run, overlap
+from compiled_sampler.core.stage import overlap
 from compiled_sampler.exact.row_race import race_top_k
 from compiled_sampler.lowering.tuning import TUNING, tuning_of
 from compiled_sampler.modes import verifying
@@ -70,8 +70,8 @@ def test_counted_kernels_are_of_stages_that_the_tuning_declares():
 def test_of_chains_side_by_side_the_longer_counts_with_its_instructions():
     packed = torch.arange(5)[None]
 
-    def step(run: Run) -> None:
-        def chain(length: int) -> int:
+    def step(run):
+        def chain(length):
             return sum(run(int) for _ in range(length))
 
         run(int)
