@@ -4,15 +4,15 @@ import os
 import re
 import tomllib
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from compiled_sampler.integrations.engine_interface import differences, found, seed_of
 from compiled_sampler.integrations.sglang.plugin import INTERFACE, OLDEST, VARIABLE, check_version, from_text
+from compiled_sampler.modes import MAX_VOCAB_SIZE
 from tests.engines.published_engine import require_source, run_example, without
-from tests.engines.sglang_engine import TOP_K_ALL, engine
+from tests.engines.sglang_engine import TOP_K_ALL, engine, outputs_of
 from tools.engines.published_source import ROOT, unpacked_version
 
 NAMES = [name for table in INTERFACE for name in table]
@@ -30,6 +30,7 @@ def config():
 def test_the_published_source_has_everything():
     assert differences(INTERFACE, found) == []
     check_version(unpacked_version("sglang"))
+    assert MAX_VOCAB_SIZE <= TOP_K_ALL  # its number for no top_k
     assert {f"sglang.srt.runtime_context:{name}" for name in MOCKED} <= set(INTERFACE.attributes)
 
 
@@ -107,19 +108,16 @@ def test_sglang_makes_the_adapter_under_its_name_and_under_that_of_the_determini
     assert type(create_sampler()).__name__ == "Sampler"
 
 
-def requests(seeds: dict[str, int | None], top_k: int = TOP_K_ALL) -> list[Any]:
+def batch_of(seeds, top_k=TOP_K_ALL):
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
     law = {"temperature": 1.0, "top_p": 1.0, "top_k": top_k, "min_p": 0.0, "logit_bias": None}
     rest = {"return_sampling_mask": False, "custom_logit_processor": None, "sampling_logprobs_mode": None}
-    return [
+    requests = [
         SimpleNamespace(rid=rid, sampling_params=SimpleNamespace(sampling_seed=seed, **law), **rest)
         for rid, seed in seeds.items()
     ]
-
-
-def batch_of(seeds: dict[str, int | None], top_k: int = TOP_K_ALL) -> Any:
-    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-
-    return SamplingBatchInfo.from_schedule_batch(SimpleNamespace(reqs=requests(seeds, top_k), device="cpu"), 64)
+    return SamplingBatchInfo.from_schedule_batch(SimpleNamespace(reqs=requests, device="cpu"), 64)
 
 
 @pytest.mark.parametrize(("seed", "wanted"), [(7, 7), (2**63, -(2**63)), (2**64 - 1, -1), (-1, -1)])
@@ -129,12 +127,18 @@ def test_a_seed_beyond_int64_is_taken_modulo(plugin, seed, wanted):
     assert plugin.request_seed(request, 0) == wanted
 
 
-def test_a_batch_of_sglang_brings_seeds_that_stay_with_its_rows(plugin, config):
+@pytest.fixture
+def hooked(plugin):
+    """The hooks of the adapter are in SGLang."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     assert batch_of({"a": 5}).sampling_seed is None  # as SGLang does unless its mode is deterministic
     plugin.install(backend="eager")
     HookRegistry.apply_hooks()
+
+
+@pytest.mark.usefixtures("hooked")
+def test_a_batch_of_sglang_brings_seeds_that_stay_with_its_rows(config):
     batch = batch_of({"a": 5, "b": None, "c": -(2**63)})
     made = (seed_of("b", 7) + 2**63) % 2**64 - 2**63
     assert batch.sampling_seed.tolist() == [5, made, -(2**63)]
@@ -148,13 +152,10 @@ def test_a_batch_of_sglang_brings_seeds_that_stay_with_its_rows(plugin, config):
     assert batch_of({"a": 5, "b": None}).sampling_seed.tolist() == [5, 42]  # SGLang's own
 
 
-def test_the_bound_of_top_k_stays_with_a_batch_and_an_unbounded_row_ends_it(plugin):
-    from sglang.srt.plugins.hook_registry import HookRegistry
-
+@pytest.mark.usefixtures("hooked")
+def test_the_bound_of_top_k_stays_with_a_batch_and_an_unbounded_row_ends_it():
     from compiled_sampler.integrations.sglang.drawing import mode_name
 
-    plugin.install(backend="eager")
-    HookRegistry.apply_hooks()
     batch = batch_of({"a": 5}, top_k=20)
     batch.merge_batch(batch_of({"b": 6}, top_k=50))
     batch.filter_batch([0], torch.tensor([0]))
@@ -163,20 +164,16 @@ def test_the_bound_of_top_k_stays_with_a_batch_and_an_unbounded_row_ends_it(plug
     assert mode_name(batch.copy_for_forward()) == "top_k"
 
 
-def test_a_batch_as_sglang_makes_it_is_drawn_from(plugin):
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+@pytest.mark.usefixtures("hooked")
+def test_a_batch_as_sglang_makes_it_is_drawn_from():
     from sglang.srt.layers.sampler import create_sampler
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
     from compiled_sampler import functional
 
-    plugin.install(backend="eager")
-    HookRegistry.apply_hooks()
     logits = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
     batch, positions = batch_of({"a": 5, "b": None}), torch.tensor([3, 8])
-    given = LogitsProcessorOutput(next_token_logits=logits)
-    drawn = create_sampler()(given, batch, False, [0, 0], [None, None], positions)
-    wanted = functional.sample(logits, seeds=batch.sampling_seed, positions=torch.tensor([4, 9]), backend="eager")
+    drawn = create_sampler()(outputs_of(logits), batch, False, [0, 0], [None, None], positions)
+    wanted = functional.sample(logits, seeds=batch.sampling_seed, positions=positions + 1, backend="eager")
     assert drawn.tolist() == wanted.token_ids.tolist()
 
 

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from compiled_sampler.functional import arguments
 from compiled_sampler.integrations.sglang import replays
-from compiled_sampler.integrations.sglang.replays import Drawn, ReplayedDraws
+from compiled_sampler.integrations.sglang.replays import ReplayedDraws
 from graph_cache.buffers import StaticTensors
 from tests.engines.sglang_engine import KINDS, LAWS, batch_info, engine, outputs_of
 from tests.graph_cache.recorded import RecordingBackend
@@ -38,7 +37,7 @@ def modules(request):
 class Replayed:
     """Draws on recordings, whose stages are compiled unless a test says otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         """Nothing is captured."""
         self.stages: Any = SimpleNamespace(num_uncompiled_calls=0, are_settled=True, lacks_kernels=False)
         self.backend = RecordingBackend()
@@ -47,7 +46,7 @@ class Replayed:
         self.num_direct = 0
         self.draws = ReplayedDraws(self.draw, self.stages, torch.empty(1, VOCAB), self.backend)
 
-    def draw(self, mode: str, **tensors: Tensor) -> Drawn:
+    def draw(self, mode, **tensors):
         """As the adapter draws."""
         from compiled_sampler.integrations.sglang.drawing import drawn_tokens
 
@@ -55,7 +54,7 @@ class Replayed:
         self.stages.num_uncompiled_calls += len(tensors["logits"]) in self.uncompiled_rows
         return drawn_tokens("eager", mode, **tensors)
 
-    def steps(self, mode: str, count: int, vocab_size: int = VOCAB) -> list[Tensor]:
+    def steps(self, mode, count, vocab_size=VOCAB):
         """Tokens of some steps of a batch, each compared with those that it draws without graphs."""
         from compiled_sampler.integrations.sglang.drawing import drawn_tokens, mode_name, row_inputs
 
@@ -114,7 +113,7 @@ def test_batches_behind_the_last_bucket_or_of_another_form_run_without_a_graph(m
 
 @pytest.mark.parametrize("lack", ["an uncompiled call", "a stage in the queue", "a kernel", "another capture"])
 def test_nothing_is_captured_while_something_lacks(replayed, lack):
-    def set_lack(lacks: bool) -> None:
+    def set_lack(lacks):
         replayed.uncompiled_rows = {3} if lacks and lack == "an uncompiled call" else set()
         replayed.stages.are_settled = not (lacks and lack == "a stage in the queue")
         replayed.stages.lacks_kernels = lacks and lack == "a kernel"
@@ -142,7 +141,7 @@ def test_a_variant_waits_for_stages_of_its_bucket(replayed, caplog):
 
 @pytest.mark.parametrize("reason", ["capture", "memory", "stage"])
 def test_a_variant_that_cannot_be_captured_is_logged_once_and_its_tokens_stay(replayed, caplog, monkeypatch, reason):
-    def no_memory(*_: Any, **__: Any) -> None:
+    def no_memory(*_, **__):
         raise torch.OutOfMemoryError("planted")
 
     with monkeypatch.context() as patch:
@@ -198,7 +197,7 @@ def test_no_replay_is_made_of_eager_draws_or_on_another_streams_buffers(monkeypa
     stream = SimpleNamespace(cuda_stream=1)
     monkeypatch.setattr(drawing, "ReplayedDraws", lambda *_: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    logits: Any = SimpleNamespace(is_cuda=True, device="cuda")
+    logits = SimpleNamespace(is_cuda=True, device="cuda")
     assert drawing.CompiledSampler("eager")._replays_for(logits) is None
     sampler = drawing.CompiledSampler("compiled")
     first = sampler._replays_for(logits)
