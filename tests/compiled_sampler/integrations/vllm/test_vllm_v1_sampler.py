@@ -1,7 +1,6 @@
 """What the sampler of a V1 runner keeps and returns: slots by request id, and results in vLLM's forms."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,42 +9,37 @@ pytest.importorskip("vllm")
 
 import torch
 
-from compiled_sampler import Logprobs, Sampler, SamplingParams
+from compiled_sampler import Sampler
 from compiled_sampler.integrations.vllm.engine_sampler import (
     EngineSampler,
     GaplessLogprobs,
-    logprob_columns,
     with_endings,
     without_gaps,
 )
 from compiled_sampler.integrations.vllm.parameters import Settings
 from compiled_sampler.integrations.vllm.v1_sampler import BatchRequests, CheckedRequest
-from tests.engines.vllm_stand_in import Given
-from tests.engines.vllm_stand_in import runner as v1_runner
+from tests.engines.vllm_stand_in import Given, runner
 
 pytestmark = pytest.mark.full
 
 PENALTIES = {"temperature": 0.0, "repetition_penalty": 2.0, "seed": 1}
 
 
-def state(request_id: str, prompt: list[int] | None = None, drawn: tuple[int, ...] = (), **given: Any) -> Any:
-    prompt = [1, 2] if prompt is None else prompt
-    fields = {"prompt_token_ids": prompt, "num_prompt_tokens": len(prompt), "output_token_ids": list(drawn)}
+def state(request_id, prompt=(1, 2), drawn=(), **given):
+    fields = {"prompt_token_ids": list(prompt), "num_prompt_tokens": len(prompt), "output_token_ids": list(drawn)}
     return SimpleNamespace(req_id=request_id, sampling_params=Given(**given), **fields)
 
 
 class Slots:
     """The requests of batches in the slots of a sampler."""
 
-    def __init__(self) -> None:
-        config = v1_runner().vllm_config
-        config.model_config.seed, config.model_config.max_model_len = 0, 31
+    def __init__(self):
         given = 50, 3, torch.zeros(1, 50), Settings(backend="eager"), torch.int32
-        self.engine = EngineSampler(config, *given)
+        self.engine = EngineSampler(runner().vllm_config, *given)
         self.sampler: Sampler = self.engine.sampler
         self.requests = BatchRequests(self.engine)
 
-    def of_batch(self, states: list[Any], refused: dict[str, str] | None = None) -> list[int]:
+    def of_batch(self, states, refused=None):
         """The slots of a batch, some of whose requests are refused."""
         checked = {}
         for each in states:
@@ -159,24 +153,3 @@ def test_gaps_after_the_kept_tokens_are_filled_with_other_tokens_on_the_host():
     made = GaplessLogprobs(torch.tensor([[2, 2, -1]]), torch.zeros(1, 3), torch.tensor([1]))
     for each in (made, made.to_cpu_nonblocking(), made.filter(torch.tensor([True]))):
         assert each.tolists().logprob_token_ids.tolist() == [[2, 2, 0]]
-
-
-def test_columns_begin_with_the_drawn_token_with_drafts_and_without():
-    sampler = Sampler(50, 2, backend="eager")
-    slots = [sampler.add_request(SamplingParams(seed=seed)) for seed in (1, 2)]
-    logits, wanted, positions = torch.randn(2, 50), Logprobs(top=3, rank=True), torch.tensor([4, 9])
-    drawn = sampler.sample(sampler.plan(slots), logits, positions, logprobs=wanted)
-    plain = logprob_columns(drawn.token_ids[:, None].int(), drawn.logprobs, 3)
-    plan = sampler.plan(slots, num_drafts=[0, 1])
-    rows, drafts = torch.cat([logits, torch.randn(1, 50)]), drawn.token_ids[1:]
-    verified = sampler.verify(plan, rows, drafts, positions, logprobs=wanted)
-    ragged = logprob_columns(verified.token_ids.int(), verified.logprobs, 3)
-    assert [tuple(each.shape) for each in plain] == [(2, 4), (2, 4), (2,)]
-    assert [tuple(each.shape) for each in ragged] == [(4, 4), (4, 4), (4,)]
-    for one, two in zip(plain, ragged, strict=True):
-        assert torch.equal(one, two[[0, 2]])
-    ids, logprobs, ranks = plain
-    assert ids[:, 0].tolist() == drawn.tolist()
-    law = logits.log_softmax(-1)
-    torch.testing.assert_close(logprobs, law.gather(1, ids.long()))
-    assert ranks.tolist() == [(law[row] > law[row, token]).sum() + 1 for row, token in enumerate(drawn.tolist())]
