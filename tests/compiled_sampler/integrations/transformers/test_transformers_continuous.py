@@ -1,19 +1,22 @@
-"""Continuous batching of transformers with our draw, on the CPU: the tokens of ``generate``, whoever runs beside."""
+"""Continuous batching of transformers with our draw: the tokens of ``generate``, on the CPU and on CUDA."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
+import functools
+
+import pytest
 from transformers.generation import LogitsProcessorList, TopKLogitsWarper
 from transformers.generation.configuration_utils import CompileConfig
 from transformers.generation.continuous_batching import continuous_api
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
-from compiled_sampler import Sampler, SamplingParams, functional
+from compiled_sampler import functional
+from compiled_sampler.functional import warmup
 from compiled_sampler.integrations.engine_interface import seed_of
 from compiled_sampler.integrations.transformers import continuous_batching
 from compiled_sampler.integrations.transformers.continuous_batching import (
@@ -69,41 +72,37 @@ def test_the_compiled_backend_draws_the_same(model):
     assert batched(model, ALL, LAWS["k_p"], backend="auto") == batched(model, ALL, LAWS["k_p"])
 
 
-def collected(manager: Any, names: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    while len(found) < len(names):
-        output = manager.get_result(timeout=5)
-        assert output is not None or manager.is_running()
-        if output is not None:
-            found[output.request_id] = output
-    return found
+def served(model, requests):
+    """What a manager gives for each request, its prompt with its keywords."""
+    given = {"generation_config": config_of(), "continuous_batching_config": cache_of(per_request_processors=True)}
+    found = {}
+    with installed("eager"), model.continuous_batching_context_manager(**given) as manager:
+        names = [manager.add_request(prompt, **keywords) for prompt, keywords in requests]
+        while len(found) < len(names):
+            output = manager.get_result(timeout=5)
+            assert output is not None or manager.is_running()
+            if output is not None:
+                found[output.request_id] = output
+    return [found[name] for name in names]
 
 
 def test_each_request_may_have_its_own_parameters(model):
     laws = [{"temperature": 0.7, "top_k": 9}, {"top_p": 0.6}, {"min_p": 0.1, "temperature": 1.9}, {}]
-    given = {"generation_config": config_of(), "continuous_batching_config": cache_of(per_request_processors=True)}
-    with installed("eager"), model.continuous_batching_context_manager(**given) as manager:
-        names = [manager.add_request(PROMPTS[n], seed=SEEDS[n], **laws[n]) for n in ALL]
-        outputs = collected(manager, names)
+    outputs = served(model, [(PROMPTS[n], {"seed": SEEDS[n], **laws[n]}) for n in ALL])
     for n in ALL:
-        assert [outputs[names[n]].generated_tokens] == generated(model, [n], laws[n])
+        assert [outputs[n].generated_tokens] == generated(model, [n], laws[n])
 
 
 def test_keywords_out_of_range_and_unknown_ones_fail_their_request_alone(model):
-    given = {"generation_config": config_of(), "continuous_batching_config": cache_of(per_request_processors=True)}
-    with installed("eager"), model.continuous_batching_context_manager(**given) as manager:
-        wrong = [{"seed": 2**64}, {"top_p": 1.5}, {"typical_p": 0.5}, {"seed": "1"}]
-        names = [manager.add_request(PROMPTS[0], **{"seed": 3, **each}) for each in wrong]
-        names.append(manager.add_request(PROMPTS[0], seed=3))
-        outputs = collected(manager, names)
-    errors = [outputs[name].error for name in names]
-    assert errors[-1] is None
-    for error, word in zip(errors, ["seed", "top_p", "typical_p", "seed"], strict=False):
-        assert word in error
+    wrong = [{"seed": 2**64}, {"top_p": 1.5}, {"typical_p": 0.5}, {"seed": "1"}]
+    *failed, right = served(model, [(PROMPTS[0], {"seed": 3, **each}) for each in (*wrong, {})])
+    assert right.error is None
+    for output, keyword in zip(failed, wrong, strict=True):
+        assert next(iter(keyword)) in output.error
 
 
 def test_requests_without_seeds_get_one_from_the_seed_of_the_config_and_their_name(model):
-    def run(seed: int) -> list[list[int]]:
+    def run(seed):
         with installed("eager"):
             outputs = model.generate_batch([PROMPTS[0]] * 3, config_of(), cache_of(seed=seed))
         return [output.generated_tokens for output in outputs.values()]
@@ -123,18 +122,12 @@ def test_a_seed_that_is_not_given_is_that_of_every_engine():
 
 def test_logprobs_are_of_the_law_that_was_drawn_from(model):
     law = {"top_k": 20, "top_p": 0.9, "temperature": 0.8}
-    output = generate_batch(
-        model, PROMPTS[:1], SEEDS[:1], config_of(**law), cache_of(return_logprobs=True), backend="eager"
-    )[0]
-    tokens, width = output.generated_tokens, len(PROMPTS[0])
-    text = torch.tensor([[*PROMPTS[0], *tokens]])
+    given = config_of(**law), cache_of(return_logprobs=True)
+    (output,) = generate_batch(model, PROMPTS[:1], SEEDS[:1], *given, backend="eager")
+    tokens, width = torch.tensor(output.generated_tokens), len(PROMPTS[0])
     with torch.no_grad():
-        logits = model(text).logits[0, width - 1 : -1].float()
-    sampler = Sampler(logits.shape[1], 1, backend="reference")
-    plan = sampler.plan([sampler.add_request(SamplingParams(**law, seed=1))] * len(tokens))
-    wanted = (
-        sampler.probs(plan, logits, positions=torch.arange(len(tokens))).gather(1, torch.tensor(tokens)[:, None]).log()
-    )
+        logits = model(torch.cat([torch.tensor(PROMPTS[0]), tokens])[None]).logits[0, width - 1 : -1].float()
+    wanted = functional.probs(logits, **law, backend="eager").gather(1, tokens[:, None]).log()
     torch.testing.assert_close(torch.tensor(output.logprobs), wanted[:, 0], rtol=0, atol=1e-5)
 
 
@@ -170,7 +163,7 @@ def test_a_manager_refuses_processors_that_it_cannot_run(model):
 
 
 def test_processors_of_the_caller_run_before_the_sampler(model):
-    def only_even(token_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def only_even(token_ids, scores):
         odd = torch.arange(scores.shape[1]) % 2 == 1
         return scores.masked_fill(odd, -torch.inf)
 
@@ -180,7 +173,7 @@ def test_processors_of_the_caller_run_before_the_sampler(model):
     assert processors.tensors_required == 2
 
 
-def request_of(name: str = "r", draws: bool = True, **given: Any) -> Any:
+def request_of(name="r", draws=True, **given):
     """What transformers hands over of a request."""
     state = SimpleNamespace(logit_processor_kwargs=given, request_id=name)
     return SimpleNamespace(has_new_token=draws, state=state)
@@ -261,13 +254,13 @@ def test_installing_twice_and_within_a_block_leaves_what_was_there():
 
 
 def test_a_step_is_captured_once_its_draw_is_compiled(monkeypatch):
-    captured = list[Any]()
+    captured = []
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)  # as users have it
     monkeypatch.setattr(ModelRunner, "_capture_graph", lambda self, *given: captured.append(given))
-    runner, drawn, rows = SeededRunner.__new__(SeededRunner), list[list[int]](), torch.arange(3)
+    runner, drawn, rows = SeededRunner.__new__(SeededRunner), [], torch.arange(3)
     runner._backend = "auto"
 
-    def step() -> None:
+    def step():
         drawn.append(functional.sample(torch.zeros(3, 1031), seeds=rows, positions=rows).token_ids.tolist())
 
     runner._capture_graph(step, None)
@@ -276,3 +269,59 @@ def test_a_step_is_captured_once_its_draw_is_compiled(monkeypatch):
     runner._capture_graph(step, None)
     assert captured == [(step, None)]
     assert drawn[0] == drawn[1]
+
+
+@pytest.fixture(scope="module")
+def moved():
+    return tiny_model().to("cuda")
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Every capture of a step that transformers makes."""
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+    made, original = [], ModelRunner._capture_graph
+
+    @functools.wraps(original)  # its signature is checked
+    def counted(self, *arguments):
+        made.append(self)
+        original(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "_capture_graph", counted)
+    return made
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("is_graph", [False, True])
+@pytest.mark.parametrize("law", ["k_p", "p", "temperature", "greedy"])
+def test_tokens_are_those_of_the_cpu(moved, captures, law, is_graph, is_async, monkeypatch):
+    monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)  # as users have it
+    cache = {"use_cuda_graph": is_graph, "use_async_batching": is_async}
+    wanted = generated(tiny_model(), ALL, LAWS[law])
+    assert batched(moved, ALL, LAWS[law], backend="auto", **cache) == wanted  # steps in eager torch are not captured
+    warmup()
+    drawn = batched(moved, ALL, LAWS[law], backend="auto", **cache)
+    assert bool(captures) == is_graph
+    assert drawn == wanted
+
+
+def test_a_captured_step_draws_the_same_beside_others(moved):
+    together = batched(moved, ALL, LAWS["k_p"], backend="auto", use_cuda_graph=True)
+    turned = [3, 1, 0, 2]
+    assert batched(moved, turned, LAWS["k_p"], backend="auto", use_cuda_graph=True) == [together[n] for n in turned]
+    alone = [batched(moved, [n], LAWS["k_p"], backend="auto", use_cuda_graph=True)[0] for n in ALL]
+    assert alone == together == generated(moved, ALL, LAWS["k_p"])
+
+
+def test_logprobs_are_captured_too(moved):
+    from compiled_sampler.integrations.transformers.continuous_batching import generate_batch
+    from tests.engines.tiny_models import SEEDS, cache_of, config_of, eagerly_paged
+
+    def logprobs(is_graph):
+        cache = cache_of(use_cuda_graph=is_graph, return_logprobs=True)
+        with eagerly_paged(moved):
+            outputs = generate_batch(moved, PROMPTS, SEEDS, config_of(**LAWS["k_p"]), cache)
+        return torch.tensor([value for output in outputs for value in output.logprobs])
+
+    torch.testing.assert_close(logprobs(True), logprobs(False), rtol=0, atol=1e-5)
