@@ -12,7 +12,7 @@ from compiled_sampler.integrations.sampler_pool import MOST_IDLE, SamplerForm, S
 PLAIN = [SamplingParams(seed=1), SamplingParams(seed=2), SamplingParams(seed=3)]
 
 
-def form_of(params: list[SamplingParams], longest: int = 20) -> SamplerForm:
+def form_of(params, longest=20):
     return SamplerForm.for_requests(params, 100, torch.float32, torch.device("cpu"), "eager", longest)
 
 
@@ -36,10 +36,10 @@ def test_a_sampler_is_used_again_with_free_slots():
 
 
 def test_calls_at_one_time_do_not_share():
-    pool, form, found = SamplerPool(), form_of(PLAIN), list[object]()
+    pool, form, found = SamplerPool(), form_of(PLAIN), []
     with pool.holding(form, PLAIN, [[], [], []]) as (first, _):
 
-        def other() -> None:
+        def other():
             with pool.holding(form, PLAIN, [[], [], []]) as (second, _):
                 found.append(second)
 

@@ -41,10 +41,10 @@ def batch_of(case, requests):
     return sampling_batch(case.distribution, requests, V, CPU, torch.float32)
 
 
-def planned(case, rows=1):
-    """A sampler and its plan for rows of a case."""
+def planned(case):
+    """A sampler and its plan for a row of a case."""
     sampler = Sampler(V, 1, backend="eager")
-    return sampler, sampler.plan([sampler.add_request(case.params)] * rows)
+    return sampler, sampler.plan([sampler.add_request(case.params)])
 
 
 def mode_of(case):
@@ -122,15 +122,11 @@ def test_a_tiny_run_measures_prints_and_stores(tmp_path, capsys):
     assert "x slower" in capsys.readouterr().out
 
 
-def law_of(case, logits):
-    sampler, plan = planned(case, len(logits))
-    return sampler.probs(plan, logits)
-
-
 @pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
 def test_baselines_draw_from_the_same_law(case):
     row = batch_of(case, 1).logits
-    wanted, batch = law_of(case, row)[0], Batch(row.expand(DRAWS, V), torch.arange(DRAWS))
+    sampler, plan = planned(case)
+    wanted, batch = sampler.probs(plan, row)[0], Batch(row.expand(DRAWS, V), torch.arange(DRAWS))
     found = {name: each for name, each in baselines.baselines_of(case).items() if not isinstance(each, str)}
     assert found
     for name, function in found.items():

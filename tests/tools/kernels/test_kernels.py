@@ -49,9 +49,6 @@ PINNED_REJECTION = f"row_layout 2, order_maxima_of 1, coarser_keys 1, {JUDGED}"
 PINNED_REJECTION_OF_FEW = f"row_layout 2, order_maxima_of 1, {JUDGED}"
 
 TRITON_CODE = """
-aten = torch.ops.aten
-async_compile = AsyncCompile()
-
 triton_per_fused_amax_0 = async_compile.triton('triton_per_fused_amax_0', '''
 @triton.jit
 def _triton_helper_fn_add0(arg0_0, arg1_0):
@@ -70,24 +67,6 @@ def triton_per_fused_amax_0(in_ptr0, in_ptr1, in_out_ptr0, out_ptr0, xnumel, r0_
     tl.store(out_ptr0 + (x0), tmp1, xmask)
 ''', device_str='cuda')
 
-
-async_compile.wait(globals())
-del async_compile
-
-class Runner:
-    def call(self, args):
-        # Original ATen: [aten.amax], call_function[target=torch.ops.aten.amax.default](args = (%x,))
-        triton_per_fused_amax_0.run(arg0_1, arg1_1, buf0, buf1, s0, 300, stream=stream0)
-        buf2 = torch.ops.aten.sort.stable(buf1, stable=True)
-        extern_kernels.mm(buf1, buf2, out=buf3)
-        aten.index_put_(buf3, [buf1], buf2)
-        triton_per_fused_amax_0.run(arg0_1, arg1_1, buf2, buf3, s0, 300, stream=stream0)
-
-def get_args():
-    return torch.ops.aten.zeros.default()
-
-def benchmark_compiled_module(args, times=10, repeat=10):
-    triton_per_fused_amax_0.run(args)
 """
 
 MATCH, REJECTION = Verification("match", 3), Verification("rejection", 3, "probabilities")
