@@ -5,7 +5,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,18 +15,10 @@ from tests.engines.published_engine import isolated, published, put_module
 
 TOP_K_ALL = 1 << 30
 KINDS = ("stand-in", "published")
-REAL = tuple(
-    f"sglang.srt.{name}"
-    for name in (
-        "layers.sampler",
-        "layers.logits_processor",
-        "layers.logprob_processor",
-        "sampling.sampling_batch_info",
-        "plugins.hook_registry",
-    )
-)
-_ADAPTER = "compiled_sampler.integrations.sglang"
 _BATCH_INFO = "sglang.srt.sampling.sampling_batch_info"
+_LAYERS = ("sampler", "logits_processor", "logprob_processor")
+REAL = (_BATCH_INFO, "sglang.srt.plugins.hook_registry", *(f"sglang.srt.layers.{name}" for name in _LAYERS))
+_ADAPTER = "compiled_sampler.integrations.sglang"
 
 
 @contextmanager
@@ -46,49 +38,41 @@ def engine(kind: str) -> Iterator[SimpleNamespace]:
 
 def configuration() -> SimpleNamespace:
     """What ``runtime_context`` answers with, as far as it is asked."""
+    features = {"sampling_mask_max_tokens": 64, "enable_custom_logit_processor": False, "enable_watermark": False}
+    kinds = {
+        "deterministic": SimpleNamespace(rl_on_policy_target=None, enable_deterministic_inference=False),
+        "kernel": SimpleNamespace(sampling_backend="compiled_sampler"),
+        "features": SimpleNamespace(**features),
+    }
     return SimpleNamespace(
         spec=SimpleNamespace(speculative_algorithm=None),
         device=SimpleNamespace(random_seed=7),
-        exec=SimpleNamespace(
-            deterministic=SimpleNamespace(rl_on_policy_target=None, enable_deterministic_inference=False),
-            kernel=SimpleNamespace(sampling_backend="compiled_sampler"),
-            features=SimpleNamespace(
-                sampling_mask_max_tokens=64, enable_custom_logit_processor=False, enable_watermark=False
-            ),
-        ),
+        exec=SimpleNamespace(**kinds),
     )
 
 
 def configure(config: SimpleNamespace) -> None:
     """Give the mocked modules what the real ones look at."""
-    context: Any = importlib.import_module("sglang.srt.runtime_context")
-    context.get_exec, context.get_spec, context.get_device = (
-        lambda: config.exec,
-        lambda: config.spec,
-        lambda: config.device,
-    )
-    params: Any = importlib.import_module("sglang.srt.sampling.sampling_params")
-    params.TOP_K_ALL = TOP_K_ALL
-    common: Any = importlib.import_module("sglang.srt.utils.common")
-    common.get_bool_env_var = lambda *_: False
-    batches: Any = importlib.import_module("sglang.srt.managers.schedule_batch")
-    batches.ScheduleBatch = type("ScheduleBatch", (), {})
-    arguments: Any = importlib.import_module("sglang.srt.server_args")
-    arguments.SAMPLING_BACKEND_CHOICES = {"flashinfer", "pytorch", "ascend"}
+    given: dict[str, dict[str, Any]] = {
+        "runtime_context": context_of(config),
+        "sampling.sampling_params": {"TOP_K_ALL": TOP_K_ALL},
+        "utils.common": {"get_bool_env_var": lambda *_: False},
+        "managers.schedule_batch": {"ScheduleBatch": type("ScheduleBatch", (), {})},
+        "server_args": {"SAMPLING_BACKEND_CHOICES": {"flashinfer", "pytorch", "ascend"}},
+    }
+    for name, contents in given.items():
+        vars(importlib.import_module(f"sglang.srt.{name}")).update(contents)
 
 
-class _LogprobResult(NamedTuple):
-    token_logprobs: Tensor
-
-    def write_output_to(self, outputs: Any) -> None:
-        outputs.next_token_logprobs = self.token_logprobs
+def context_of(config: SimpleNamespace) -> dict[str, Any]:
+    """The functions of ``runtime_context``."""
+    return {"get_exec": lambda: config.exec, "get_spec": lambda: config.spec, "get_device": lambda: config.device}
 
 
-class _Logprobs:
-    def compute_logprobs(
-        self, logprobs: Tensor, top_logprobs_nums: Any, token_ids_logprobs: Any, batch_next_token_ids: Tensor
-    ) -> _LogprobResult:
-        return _LogprobResult(logprobs[torch.arange(len(logprobs)), batch_next_token_ids])
+def compute_logprobs(logprobs: Tensor, top_nums: Any, token_ids: Any, batch_next_token_ids: Tensor) -> SimpleNamespace:
+    """As SGLang's processor of logprobs."""
+    found = logprobs[torch.arange(len(logprobs)), batch_next_token_ids]
+    return SimpleNamespace(write_output_to=lambda outputs: setattr(outputs, "next_token_logprobs", found))
 
 
 def stand_ins(config: SimpleNamespace) -> dict[str, dict[str, Any]]:
@@ -97,7 +81,7 @@ def stand_ins(config: SimpleNamespace) -> dict[str, dict[str, Any]]:
     class Sampler(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.output_logprob_processor = _Logprobs()
+            self.output_logprob_processor = SimpleNamespace(compute_logprobs=compute_logprobs)
             self.rl_on_policy_target = config.exec.deterministic.rl_on_policy_target
 
         def _preprocess_logits(self, logits: Tensor, sampling_info: Any) -> Tensor:
@@ -126,11 +110,7 @@ def stand_ins(config: SimpleNamespace) -> dict[str, dict[str, Any]]:
             "LogitsProcessorOutput": dataclasses.make_dataclass("LogitsProcessorOutput", [*fields(outputs), made[1]])
         },
         _BATCH_INFO: {"SamplingBatchInfo": dataclasses.make_dataclass("SamplingBatchInfo", [*fields(info), made[0]])},
-        "sglang.srt.runtime_context": {
-            "get_exec": lambda: config.exec,
-            "get_spec": lambda: config.spec,
-            "get_device": lambda: config.device,
-        },
+        "sglang.srt.runtime_context": context_of(config),
     }
 
 

@@ -21,21 +21,10 @@ def tiny_model(family: str = "Qwen3", vocab_size: int = VOCAB_SIZE, seed: int = 
     """A causal model with two layers of 16 numbers; with a little ``noise`` it is near another of its seed."""
     import transformers
 
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=256,
-        pad_token_id=PAD,
-        bos_token_id=2,
-        eos_token_id=EOS,
-        initializer_range=0.5,
-        tie_word_embeddings=False,
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "max_position_embeddings": 256}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "tie_word_embeddings": False}
+    ids = {"vocab_size": vocab_size, "pad_token_id": PAD, "bos_token_id": 2, "eos_token_id": EOS}
+    config = getattr(transformers, f"{family}Config")(**sizes, **heads, **ids, initializer_range=0.5)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(torch.float64).eval()
     with torch.no_grad():

@@ -47,18 +47,9 @@ def make_model(folder: Path, vocab_size: int, seed: int, spread: float = 1.0) ->
 
 
 def run(model: Path, rounds: list[list[dict[str, Any]]], **given: Any) -> dict[str, Any]:
-    """The results of rounds of requests in a new engine.
+    """``requests_of`` rounds, each one call of ``generate``, ``steps`` of each, and the ``statistics`` and ``metrics``.
 
-    Args:
-        model: its folder.
-        rounds: each is one call of ``generate``; a request has ``prompt``, token ids, and ``params``.
-        given: ``engine``, arguments of LLM; ``install``, those of ``install``, None for no call; ``environment``;
-            ``keeps_rows``.
-
-    Returns:
-        ``rounds``, for each request ``tokens``, ``all`` of them for n choices, ``logprobs``, ``logits`` (a hash by
-        position), ``rows`` of logits, ``cached`` tokens, or ``error``; ``statistics`` of the adapter; ``steps`` of
-        each round; ``metrics`` of vLLM.
+    ``given`` are ``engine``, arguments of LLM; ``install``, those of ``install``; ``environment``; ``keeps_rows``.
     """
     environment = {**os.environ, **ENVIRONMENT, **given.pop("environment", {})}
     job = json.dumps({"model": str(model), "rounds": rounds, **given})
@@ -123,7 +114,7 @@ def sampling_params(given: dict[str, Any]) -> Any:
 
 
 def requests_of(found: Any, recorder: Recorder) -> dict[str, Any]:
-    """What is returned of one request."""
+    """What is returned of one request: ``logits`` as hashes by position, ``all`` tokens of n choices."""
     out, logprobs = found.outputs[0], found.outputs[0].logprobs
     tables = [{str(key): [each.logprob, each.rank] for key, each in step.items()} for step in logprobs or []]
     logits = recorder.by_request.get(found.request_id, {})

@@ -11,28 +11,16 @@ import torch
 from compiled_sampler.integrations.vllm.parameters import REFUSED
 from compiled_sampler.integrations.vllm.versions import BUILTIN_PROCESSORS
 
+NONE = ("seed", "logit_bias", "allowed_token_ids", "_bad_words_token_ids", "_eos_token_id", "logprobs", "extra_args")
 DEFAULTS: dict[str, Any] = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "seed": None,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "logit_bias": None,
-    "allowed_token_ids": None,
-    "bad_words": [],
-    "_bad_words_token_ids": None,
-    "min_tokens": 0,
-    "_all_stop_token_ids": set(),
-    "_eos_token_id": None,
-    "logprobs": None,
-    "extra_args": None,
+    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0),
+    **dict.fromkeys(("min_p", "frequency_penalty", "presence_penalty"), 0.0),
+    **dict.fromkeys((*NONE, "structured_outputs")),
+    **dict.fromkeys(("top_k", "min_tokens", "brand_new"), 0),
     "max_tokens": 16,
-    "structured_outputs": None,
+    "bad_words": [],
+    "_all_stop_token_ids": set(),
     **{name: values[0] for name, values in REFUSED.items()},
-    "brand_new": 0,
 }
 
 
@@ -45,17 +33,24 @@ class Given:
         vars(self).update({**DEFAULTS, **given})
 
 
-def runner(**changed: Any) -> Any:
-    """What a V1 model runner says of its engine, as it is by default but for what is changed."""
+def runner(num_drafts: int = 0, **changed: Any) -> Any:
+    """What a V1 model runner with 4 requests and a vocabulary of 40 says of its engine, but for what is changed."""
+    drafts = {"draft_sample_method": "greedy", "rejection_sample_method": "standard"}
+    drafts |= {"num_speculative_tokens": num_drafts, "enable_adaptive_verification": False}
     model = {"logprobs_mode": "raw_logprobs", "return_sampling_mask": False, "is_diffusion": False}
-    config = {"speculative_config": None, "watermark_config": None}
-    processors = [type(name, (), {})() for name in BUILTIN_PROCESSORS]
-    fields = {"logitsprocs": processors, "use_async_scheduling": False, **model, **config, **changed}
-    batch = SimpleNamespace(logitsprocs=SimpleNamespace(all=fields["logitsprocs"]))
-    named = SimpleNamespace(**{name: fields[name] for name in model})
-    of_engine = SimpleNamespace(model_config=named, **{name: fields[name] for name in config})
+    model |= {"seed": 3, "max_model_len": 32, "enable_trace_replay": False}
+    config = {"speculative_config": SimpleNamespace(**drafts) if num_drafts else None, "watermark_config": None}
+    parallel = {"enable_batch_sharded_sampling": False}
+    rest = {"logitsprocs": [type(name, (), {})() for name in BUILTIN_PROCESSORS], "use_async_scheduling": False}
+    fields = {**model, **config, **parallel, **rest, **changed}
+    named = [SimpleNamespace(**{name: fields[name] for name in names}) for names in (config, model, parallel)]
+    vars(named[0]).update(model_config=named[1], parallel_config=named[2])
     return SimpleNamespace(
-        vllm_config=of_engine, input_batch=batch, use_async_scheduling=fields["use_async_scheduling"]
+        vllm_config=named[0],
+        input_batch=SimpleNamespace(logitsprocs=SimpleNamespace(all=fields["logitsprocs"]), vocab_size=40),
+        use_async_scheduling=fields["use_async_scheduling"],
+        max_num_reqs=4,
+        model=SimpleNamespace(compute_logits=lambda hidden: torch.zeros(len(hidden), 40, dtype=torch.bfloat16)),
     )
 
 

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(("full", "tiers"), [(False, ["first"]), (True, ["first", "second"])])
-def test_the_second_tier_runs_only_when_asked_for(full: bool, tiers: list[str], tmp_path: Path) -> None:
+def test_the_second_tier_runs_only_when_asked_for(full, tiers, tmp_path):
     marked = "import pytest\n\ndef test_first(): ...\n\n@pytest.mark.full\ndef test_second(): ...\n"
     (tmp_path / "test_tiers.py").write_text(marked, encoding="utf-8")
     settings = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "-p", "no:cacheprovider"]
@@ -25,7 +25,7 @@ def test_the_second_tier_runs_only_when_asked_for(full: bool, tiers: list[str], 
     assert re.findall(r"PASSED test_tiers.py::test_(\w+)", ran.stdout) == tiers
 
 
-def test_the_table_names_what_failed_and_sums_the_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_names_what_failed_and_sums_the_seconds(capsys):
     Console(width=80).print(check.table([check.Result("lint", 1.25, 0), check.Result("tests", 3.5, 2)]))
     shown = capsys.readouterr().out
     assert "passed" in shown

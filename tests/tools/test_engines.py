@@ -2,7 +2,6 @@
 
 import zipfile
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,22 +11,20 @@ from tools.engines.sglang_gpu import compared
 from tools.engines.sglang_process import REQUESTS
 
 
-def test_a_step_is_the_difference_of_two_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_the_difference_of_two_calls(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(transformers_step.time, "perf_counter", lambda: now[0])
 
-    def call(tokens: int) -> None:
+    def call(tokens):
         now[0] += 1.0 + 0.002 * tokens
 
     assert transformers_step.step_us(call, steps=10, repeats=2) == pytest.approx(2000.0)
 
 
-def test_the_source_of_an_engine_is_unpacked_once_and_without_what_is_no_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_source_of_an_engine_is_unpacked_once_and_without_what_is_no_python(tmp_path, monkeypatch):
     monkeypatch.setattr(published_source, "ROOT", tmp_path)
 
-    def download(command: list[str], check: bool) -> None:
+    def download(command, check):
         assert {"--no-deps", "sglang==0.5.17"} <= set(command)
         with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / "a.whl", "w") as wheel:
             for name in ("sglang/a.py", "sglang/kernel.so", "sglang-0.5.17.dist-info/METADATA"):
@@ -46,12 +43,12 @@ def test_the_source_of_an_engine_is_unpacked_once_and_without_what_is_no_python(
 FIRST = len(REQUESTS[0][0])
 
 
-def runs(tokens: list[int], digests: list[str]) -> dict[str, Any]:
+def runs(tokens, digests):
     logits = {str(FIRST + place): digest for place, digest in enumerate(digests)}
     return {"rows": {"0": {"tokens": tokens, "logits": logits}}, "cached": 0}
 
 
-def test_a_row_of_the_same_logits_and_another_token_is_counted_and_one_of_other_logits_is_not() -> None:
+def test_a_row_of_the_same_logits_and_another_token_is_counted_and_one_of_other_logits_is_not():
     alone = {"alone 0": runs([4, 5, 6], ["a", "b", "c"])}
     same = compared({"ours": alone, "ours_eager": {"alone 0": runs([4, 5, 6], ["a", "b", "c"])}})
     assert same["ours"] == {"rows": 3, "seen again": 3, "with the same logits and another token": 0}
@@ -59,7 +56,7 @@ def test_a_row_of_the_same_logits_and_another_token_is_counted_and_one_of_other_
     assert other["ours"] == {"rows": 4, "seen again": 2, "with the same logits and another token": 1}
 
 
-def test_an_engine_that_did_not_answer_is_named() -> None:
+def test_an_engine_that_did_not_answer_is_named():
     assert compared({"ours": {"error": "late"}, "stock_seeded": {"batch": {"error": "ended"}}}) == {
         "ours": "late",
         "stock_seeded batch": "ended",

@@ -21,7 +21,7 @@ from tools.measuring import (
 CPU = torch.device("cpu")
 
 
-def test_peaked_rows_follow_zipf_in_shuffled_order() -> None:
+def test_peaked_rows_follow_zipf_in_shuffled_order():
     rows = logits_like("peaked", 64, 20_000, CPU, torch.float32)
     means = rows.sort(-1, descending=True).values.mean(0)
     slope = (means[2000] - means[200]) / torch.log(torch.tensor(2000.0 / 200.0))
@@ -30,7 +30,7 @@ def test_peaked_rows_follow_zipf_in_shuffled_order() -> None:
     assert len(set(rows.argmax(-1).tolist())) > 60
 
 
-def test_ties_are_peaked_rows_rounded_to_bfloat16() -> None:
+def test_ties_are_peaked_rows_rounded_to_bfloat16():
     rounded, plain = (logits_like(kind, 4, 20_000, CPU, torch.float32, seed=3) for kind in ("ties", "peaked"))
     assert torch.equal(rounded, plain.bfloat16().float())
     assert all(len(row.unique()) < 5000 for row in rounded)
@@ -38,18 +38,15 @@ def test_ties_are_peaked_rows_rounded_to_bfloat16() -> None:
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_logits_depend_on_the_seed_alone(distribution: str) -> None:
+def test_logits_depend_on_the_seed_alone_and_an_unknown_distribution_is_named(distribution):
     first, again, other = (logits_like(distribution, 2, 100, CPU, torch.float32, seed) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-
-
-def test_an_unknown_distribution_is_named() -> None:
     with pytest.raises(ValueError, match="'spiky'"):
         logits_like("spiky", 1, 10, CPU, torch.float32)
 
 
-def test_inputs_exceed_the_cache_and_calls_exceed_the_launch() -> None:
+def test_inputs_exceed_the_cache_and_calls_exceed_the_launch():
     cuda = torch.device("cuda")
     for rows in (1, 8, 32, 128, 512):
         size = rows * TARGET_VOCAB_SIZE * 4
@@ -62,12 +59,12 @@ def test_inputs_exceed_the_cache_and_calls_exceed_the_launch() -> None:
 
 
 @pytest.mark.gpu
-def test_a_queued_step_takes_what_the_gpu_takes_for_it_whatever_the_host_does_besides() -> None:
+def test_a_queued_step_takes_what_the_gpu_takes_for_it_whatever_the_host_does_besides():
     graph, numbers = torch.cuda.CUDAGraph(), torch.zeros(8, device="cuda")
     with torch.cuda.graph(graph):
         numbers.add_(1.0)
 
-    def slow() -> None:
+    def slow():
         time.sleep(0.002)
         graph.replay()
 

@@ -32,21 +32,21 @@ def test_recursive_rejection_accepts_siblings_in_the_order_of_their_draws():
     class Same:
         """A decoder whose models agree, so that the first sibling is always accepted."""
 
-        def __init__(self) -> None:
+        def __init__(self):
             self.sampler = Sampler(16, 4, backend="eager")
             self.plan = self.sampler.plan([self.sampler.add_request(SamplingParams(seed=n)) for n in range(4)])
-            self.positions, self.tokens = torch.zeros(4, dtype=torch.int64), list[torch.Tensor]()
+            self.positions, self.tokens = torch.zeros(4, dtype=torch.int64), []
             self._logits = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 
-        def logits(self) -> tuple[torch.Tensor, torch.Tensor]:
+        def logits(self):
             return self._logits, self._logits
 
-        def push(self, tokens: torch.Tensor) -> None:
+        def push(self, tokens):
             self.positions = self.positions + 1
             self.tokens.append(tokens)
 
     decoder = Same()
-    assert (places_of_recursion(decoder, 3, 2) == 0).all()  # type: ignore[arg-type]
+    assert (places_of_recursion(decoder, 3, 2) == 0).all()
     assert len(decoder.tokens) == 3
 
 

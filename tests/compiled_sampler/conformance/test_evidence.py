@@ -23,7 +23,6 @@ from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 from tests.oracles import oracle
 
 RUNS, N, ALARM = 4000, 5000, 1e-2
-SEMANTICS = Semantics()
 
 
 @pytest.mark.parametrize("cells", [2, 5, 32])
@@ -72,30 +71,27 @@ def test_two_oracles_agree(params, base):
     for _ in range(30):
         x = rng.standard_normal(20).round(1)
         x[rng.integers(0, 20)] = rng.choice([np.nan, np.inf, -np.inf, 3.0])
-        found = law(x, params, dataclasses.replace(SEMANTICS, top_p_base=base))
+        found = law(x, params, dataclasses.replace(Semantics(), top_p_base=base))
         settings = (params.temperature, params.top_k, params.top_p, params.min_p)
         keep = oracle.reference_keep(x.tolist(), *settings, {"kept": "top_k", "row": "all"}[base])
         weights = oracle.masses(x.tolist(), params.temperature or 1.0)
         assert found == pytest.approx([float(each) for each in oracle.exact_law(weights, keep)], abs=1e-12)
 
 
-def test_declared_choices_change_the_law():
-    tied = np.array([1.0, 0.0, 0.0, 0.0])
-    kept = [
-        (law(tied, Params(top_k=2), dataclasses.replace(SEMANTICS, top_k_ties=ties)) > 0).sum()
-        for ties in ("lowest_id", "all")
-    ]
-    assert kept == [2, 4]
-    equal = [
-        (law(np.zeros(4), Params(top_p=0.5), dataclasses.replace(SEMANTICS, keeps_at_boundary=at)) > 0).sum()
-        for at in (False, True)
-    ]
-    assert equal == [2, 3]
-    x = np.log([0.4, 0.3, 0.2, 0.1])
-    params = Params(top_p=0.5, min_p=0.7)
-    orders = [("top_p", "min_p"), ("min_p", "top_p")]
-    counts = [(law(x, params, dataclasses.replace(SEMANTICS, filters=order)) > 0).sum() for order in orders]
-    assert counts == [2, 1]
+ORDERS = ("top_p", "min_p"), ("min_p", "top_p")
+
+
+@pytest.mark.parametrize(
+    ("probs", "params", "field", "choices", "counts"),
+    [
+        ([0.4, 0.2, 0.2, 0.2], Params(top_k=2), "top_k_ties", ("lowest_id", "all"), [2, 4]),
+        ([0.25] * 4, Params(top_p=0.5), "keeps_at_boundary", (False, True), [2, 3]),
+        ([0.4, 0.3, 0.2, 0.1], Params(top_p=0.5, min_p=0.7), "filters", ORDERS, [2, 1]),
+    ],
+)
+def test_declared_choices_change_the_law(probs, params, field, choices, counts):
+    laws = [law(np.log(probs), params, dataclasses.replace(Semantics(), **{field: choice})) for choice in choices]
+    assert [(each > 0).sum() for each in laws] == counts
 
 
 MOST = 2**14
@@ -120,9 +116,11 @@ def test_without_a_clock_they_add_up(monkeypatch, total):
         assert 1 <= min(found) <= max(found) <= MOST
 
 
-def test_a_fast_machine_draws_most_of_it_in_the_largest_calls(monkeypatch):
+def test_a_fast_machine_draws_most_of_it_in_the_largest_calls_and_single_calls_stay_single(monkeypatch):
     found, _ = sizes(monkeypatch, 64 * MOST, 1.0, 1e9)
     assert (sum(found), found.count(MOST)) == (64 * MOST, 63)
+    assert sizes(monkeypatch, 5, 10.0, 1.0, most=1)[0] == [1] * 5
+    assert sizes(monkeypatch, 5 * MOST, 0.0, 1e4)[0] == [MOST // 4]  # no time is one call
 
 
 def test_the_clock_begins_behind_the_first_call_which_may_compile(monkeypatch):
@@ -136,11 +134,6 @@ def test_a_slow_machine_overruns_by_the_smallest_call_and_uses_its_time(monkeypa
     assert 1.0 <= took - found[0] / rate <= 1.0 + smallest
 
 
-def test_single_calls_stay_single_and_no_time_is_one_call(monkeypatch):
-    assert sizes(monkeypatch, 5, 10.0, 1.0, most=1)[0] == [1] * 5
-    assert sizes(monkeypatch, 5 * MOST, 0.0, 1e4)[0] == [MOST // 4]
-
-
 SMALL = Effort(2**10, 2**10, 2**11, 2**9, 1, 100, 1000.0, 1000.0, 1000)
 """Few draws, which no clock ends."""
 
@@ -152,25 +145,22 @@ LEFT_OUT = ("law.tail*", "determinism.paths", "determinism.new_process", "determ
 """Questions that take long, or that the sampler is not asked."""
 
 
-def number(power):
-    return float(re.search(r"\d+(\.\d+)?", power).group())
-
-
 def test_every_question_has_a_power():
     for effort in (QUICK, FULL):
         assert all(each.power(effort) for each in QUESTIONS)
 
 
 def test_powers_are_those_of_a_run():
-    bench = Bench(Race, None, torch.device("cpu"), SMALL)
-    left_out = {each.name for each in chosen(LEFT_OUT)}
-    listed_powers = {each.name: each.power(SMALL) for each in QUESTIONS}
-    asked = [each for each in QUESTIONS if each.name not in left_out]
-    results = [result for result in (ask(bench, each) for each in asked) if result.outcome is not Outcome.NOT_ASKED]
-    assert len(results) > 45
-    for each in results:
-        listed = listed_powers[each.question]
+    def number(power):
+        return float(re.search(r"\d+(\.\d+)?", power).group())
+
+    bench, left_out = Bench(Race, None, torch.device("cpu"), SMALL), chosen(LEFT_OUT)
+    results = [ask(bench, each) for each in QUESTIONS if each not in left_out]
+    listed = {each.name: each.power(SMALL) for each in QUESTIONS}
+    asked = [each for each in results if each.outcome is not Outcome.NOT_ASKED]
+    assert len(asked) > 45
+    for each in asked:
         if each.question in RANDOM:
-            assert 0.5 < number(each.power) / number(listed) <= 1.0, each
+            assert 0.5 < number(each.power) / number(listed[each.question]) <= 1.0, each
         else:
-            assert each.power == listed, each
+            assert each.power == listed[each.question], each

@@ -7,10 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_sampler.core.filters import (
-    keep_top_p,
-    mass_cut,
-)
+from compiled_sampler.core.filters import keep_top_p, mass_cut
 from compiled_sampler.params import SamplingParams
 from tests.builders.inputs import BASES, VOCAB_SIZES, covering_modes, full_mode, kept_ids, sample_inputs
 from tests.oracles import oracle
@@ -20,26 +17,17 @@ BASE_2 = math.log2(math.e)
 
 FILTERS = [
     {},
-    {"top_k": 2},
-    {"top_k": 50},
-    {"top_k": 64},
-    {"top_k": 65},
-    {"top_k": 1000},
-    {"top_p": 0.01},
-    {"top_p": 0.5},
-    {"top_p": 0.9},
-    {"top_p": 0.999},
-    {"min_p": 0.05},
-    {"min_p": 1.0},
-    {"top_k": 40, "top_p": 0.8},
-    {"top_k": 300, "top_p": 0.95},
+    *({"top_k": count} for count in (2, 50, 64, 65, 1000)),
+    *({"top_p": share} for share in (0.01, 0.5, 0.9, 0.999)),
+    *({"min_p": share} for share in (0.05, 1.0)),
+    *({"top_k": count, "top_p": share} for count, share in ((40, 0.8), (300, 0.95))),
     {"top_k": 50, "top_p": 0.9, "min_p": 0.1},
     {"top_p": 0.97, "min_p": 0.001, "temperature": 0.7},
     {"top_k": 20, "top_p": 0.7, "temperature": 3.0},
 ]
 
 
-def kept(logits: list[float] | torch.Tensor, base: str = "top_k", **filters: float) -> list[int]:
+def kept(logits, base="top_k", **filters):
     """The ids that one row keeps in the mode that covers everything."""
     row = torch.as_tensor(logits, dtype=torch.float32)[None]
     return kept_ids(full_mode(row.shape[1], base), sample_inputs(row, [SamplingParams(seed=1, **filters)]))[0]
@@ -48,11 +36,15 @@ def kept(logits: list[float] | torch.Tensor, base: str = "top_k", **filters: flo
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("vocab_size", VOCAB_SIZES)
 def test_kept_sets_are_the_oracles(vocab_size, base, generator):
-    logits = 3.0 * torch.randn(len(FILTERS), vocab_size, generator=generator)
-    params = [SamplingParams(seed=1, **filters) for filters in FILTERS]
-    found = kept_ids(full_mode(vocab_size, base), sample_inputs(logits, params))
-    for row, filters, ids in zip(logits.tolist(), FILTERS, found, strict=True):
-        assert ids == sorted(oracle.reference_keep(row, **filters, top_p_base=base)), filters
+    """Masked tokens are never kept, and nothing beside positive infinity."""
+    logits = 3.0 * torch.randn(3, len(FILTERS), vocab_size, generator=generator)
+    logits[1, :, ::3], logits[1, :, 1::9] = -math.inf, math.nan
+    logits[2, :, [place for place in (7, 9, 200) if place < vocab_size]] = math.inf
+    params = [SamplingParams(seed=1, **filters) for filters in FILTERS] * 3
+    found = kept_ids(full_mode(vocab_size, base), sample_inputs(logits.flatten(0, 1), params))
+    for row, filters, ids in zip(logits.flatten(0, 1).tolist(), FILTERS * 3, found, strict=True):
+        infinite = [i for i in ids if row[i] == math.inf]
+        assert (infinite or ids) == sorted(oracle.reference_keep(row, **filters, top_p_base=base)), filters
 
 
 @given(
@@ -69,34 +61,29 @@ def test_dyadic_laws_are_cut_exactly(row, top_k, top_p, min_p, base):
         assert kept(logits, base, **filters) == sorted(oracle.reference_keep(logits, **filters, top_p_base=base))
 
 
-def test_a_mass_before_that_equals_the_cut_ends_the_nucleus():
-    assert kept([-1.0, -2.0, -3.0, -3.0], temperature=BASE_2, top_p=0.5) == [0]
-    assert kept([-1.0, -2.0, -3.0, -3.0], temperature=BASE_2, top_p=math.nextafter(0.5, 1.0)) == [0, 1]
-    assert kept([-1.0, -2.0, -3.0, -3.0], temperature=BASE_2, top_p=0.75) == [0, 1]
+@pytest.mark.parametrize(
+    ("logits", "filters", "wanted"),
+    [
+        ([-1.0, -2.0, -3.0, -3.0], {"top_p": 0.5}, [0]),
+        ([-1.0, -2.0, -3.0, -3.0], {"top_p": math.nextafter(0.5, 1.0)}, [0, 1]),
+        ([-1.0, -2.0, -3.0, -3.0], {"top_p": 0.75}, [0, 1]),
+        ([-1.0, -2.0, -3.0, -4.0, -4.0], {"top_p": 0.75, "min_p": 0.25}, [0, 1]),
+        ([-1.0, -2.0, -3.0, -4.0, -4.0], {"top_p": 0.875, "min_p": 0.5}, [0, 1]),
+        ([0.0, -3.0, -4.0], {"min_p": 0.125}, [0, 1]),
+    ],
+)
+def test_a_mass_before_the_cut_ends_the_nucleus_and_min_p_keeps_equality_and_changes_no_mass(logits, filters, wanted):
+    assert kept(logits, temperature=BASE_2, **filters) == wanted
 
 
 @pytest.mark.parametrize(("base", "wanted"), [("all", 4), ("top_k", 3)])
 def test_the_base_of_top_p_is_what_the_option_says(base, wanted):
-    law = [0.35, 0.25, 0.20, 0.05] + [0.03] * 5
-    logits = [math.log(p) for p in law]
-    assert kept(logits, base, top_k=4, top_p=0.82) == list(range(wanted))
+    logits = torch.tensor([[0.35, 0.25, 0.20, 0.05] + [0.03] * 5]).log()
     params = [SamplingParams(seed=1, top_k=4, top_p=0.82)]
-    modes = covering_modes(params, len(law), base)
+    modes = covering_modes(params, 9, base)
     assert len(modes) == 2
-    for mode in modes:
-        inputs = sample_inputs(torch.tensor([logits]), params)
-        assert kept_ids(mode, inputs) == [list(range(wanted))]
-
-
-def test_min_p_keeps_equality():
-    assert kept([0.0, -3.0, -4.0], temperature=BASE_2, min_p=0.125) == [0, 1]
-
-
-def test_min_p_does_not_change_the_mass_of_top_p():
-    logits = [-1.0, -2.0, -3.0, -4.0, -4.0]
-    assert kept(logits, temperature=BASE_2, top_p=0.75) == [0, 1]
-    assert kept(logits, temperature=BASE_2, top_p=0.75, min_p=0.25) == [0, 1]
-    assert kept(logits, temperature=BASE_2, top_p=0.875, min_p=0.5) == [0, 1]
+    for mode in (full_mode(9, base), *modes):
+        assert kept_ids(mode, sample_inputs(logits, params)) == [list(range(wanted))]
 
 
 def test_ties_at_the_cut_go_to_the_lowest_ids():
@@ -114,22 +101,6 @@ def test_logits_one_ulp_apart_are_told_apart(start):
     assert kept(row, top_p=1e-9) == [150]
 
 
-@pytest.mark.parametrize("filters", FILTERS)
-def test_masked_tokens_are_never_kept(filters):
-    row = torch.full((300,), -math.inf)
-    row[[7, 9, 200]] = torch.tensor([0.5, math.nan, 0.25])
-    assert kept(row, **filters) == sorted(oracle.reference_keep(row.tolist(), **filters))
-    assert kept(torch.full((300,), math.nan), **filters) == []
-
-
-@pytest.mark.parametrize("filters", FILTERS)
-def test_beside_positive_infinity_nothing_else_is_kept(filters):
-    row = torch.linspace(-1.0, 1.0, 300)
-    row[[7, 9, 200]] = math.inf
-    rows = [i for i in kept(row, **filters) if row[i] == math.inf]
-    assert rows == sorted(oracle.reference_keep(row.tolist(), **filters))
-
-
 @given(st.lists(st.integers(0, 2**40), min_size=1, max_size=30), st.floats(1e-9, 1.0), st.data())
 def test_top_p_keeps_a_prefix_that_holds_the_first_token(weights, top_p, data):
     mass = torch.tensor([sorted(weights, reverse=True)])
@@ -142,11 +113,8 @@ def test_top_p_keeps_a_prefix_that_holds_the_first_token(weights, top_p, data):
     assert sum(keep_top_p(mass, smaller, mass.sum(-1))[0].tolist()) <= sum(keep)
 
 
-def test_top_p_1_keeps_tokens_without_mass():
-    mass = torch.tensor([[2**40, 0, 0]])
-    assert keep_top_p(mass, torch.ones(1, dtype=torch.float64), mass.sum(-1)).all()
-
-
-def test_the_cut_is_the_smallest_integer_that_reaches_the_share():
+def test_the_cut_is_the_smallest_integer_that_reaches_the_share_and_top_p_1_keeps_tokens_without_mass():
     shares = torch.tensor([0.5, 0.5, 0.1, 1.0], dtype=torch.float64)
     assert mass_cut(shares, torch.tensor([10, 11, 10, 10])).tolist() == [5, 6, 1, 2**63 - 1]
+    mass = torch.tensor([[2**40, 0, 0]])
+    assert keep_top_p(mass, shares[3:], mass.sum(-1)).all()

@@ -14,7 +14,7 @@ UNIT = 2.0**MASS_BITS
 MAX_TOTAL_VARIATION = 2e-6
 
 
-def row_of(shape: str, generator: torch.Generator) -> torch.Tensor:
+def row_of(shape, generator):
     ranks = torch.arange(1, V + 1, dtype=torch.float64)
     rows = {
         "peaked": -1.2 * ranks.log() * 2.0,
@@ -28,7 +28,7 @@ def row_of(shape: str, generator: torch.Generator) -> torch.Tensor:
     return rows[shape].to(torch.float32)
 
 
-def masses(row: torch.Tensor, temperature: float) -> torch.Tensor:
+def masses(row, temperature):
     scale = torch.tensor([math.log2(math.e) / temperature], dtype=torch.float32)
     return exp2_mass(scaled_logits(row, row.max(), scale))
 

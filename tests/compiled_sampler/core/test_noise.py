@@ -16,7 +16,6 @@ from compiled_sampler.core.noise import (
     RESIDUAL,
     TARGET,
     XTC,
-    NoiseKeys,
     exponential,
     gumbel,
     negative_log2,
@@ -43,12 +42,10 @@ PHILOX_VECTORS = [
 ]
 
 
-def bits_of(seeds: list[int] | int, positions: torch.Tensor | list[int], ids: list[int] | int, stream: int = TARGET):
-    """Production bits as unsigned int64, broadcast over rows."""
-    positions = torch.as_tensor(positions, dtype=torch.int64)
-    wrapped = [(s + 2**63) % 2**64 - 2**63 for s in ([seeds] if isinstance(seeds, int) else seeds)]
-    keys = noise_keys(torch.tensor(wrapped).expand_as(positions), positions, stream)
-    return token_bits(keys, torch.tensor(ids, dtype=torch.int32)).to(torch.int64) % WORD
+def bits_of(seed, position, token_id, stream):
+    """Production bits as an unsigned int."""
+    keys = noise_keys(torch.tensor([(seed + 2**63) % 2**64 - 2**63]), torch.tensor([position]), stream)
+    return token_bits(keys, torch.tensor(token_id, dtype=torch.int32)).item() % WORD
 
 
 @pytest.mark.parametrize(("counter", "key", "wanted"), PHILOX_VECTORS)
@@ -60,7 +57,7 @@ def test_philox_gives_the_published_vectors(counter, key, wanted):
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**63 - 1), st.integers(0, 2**22 - 1), st.sampled_from(STREAMS))
 def test_token_bits_equal_the_oracle(seed, position, token_id, stream):
-    assert bits_of(seed, [position], token_id, stream).item() == oracle.token_bits(seed, position, token_id, stream)
+    assert bits_of(seed, position, token_id, stream) == oracle.token_bits(seed, position, token_id, stream)
 
 
 GOLDEN = [
@@ -84,7 +81,7 @@ GOLDEN = [
 @pytest.mark.parametrize(("seed", "position", "token_id", "stream", "wanted"), GOLDEN)
 def test_golden_vectors_fix_the_stream(seed, position, token_id, stream, wanted):
     assert noise.STREAM_VERSION == 1
-    assert bits_of(seed, [position], token_id, stream).item() == wanted
+    assert bits_of(seed, position, token_id, stream) == wanted
 
 
 GOLDEN_DRAWS = [
@@ -128,20 +125,20 @@ def test_streams_may_differ_by_row():
         assert [int(key[row]) for key in both] == [int(key) for key in alone]
 
 
-def edge_bits() -> torch.Tensor:
+def edge_bits():
     """Int32 bits around every power of two of u and 1 - u, and a million random ones."""
     powers = [2**k + d for k in range(33) for d in range(-40, 41)]
     edges = torch.tensor([b % WORD for b in powers] + [-b % WORD for b in powers])
     return torch.cat((edges, torch.randint(0, WORD, (N,)))).to(torch.int64)
 
 
-def float64_exponential(bits: torch.Tensor) -> np.ndarray:
+def float64_exponential(bits):
     """``-log2(1 - u)`` in float64 for unsigned bits."""
     odd = bits.numpy() | 1
     return np.where(odd < WORD // 2, -np.log1p(-odd / WORD) / math.log(2.0), -np.log2((WORD - odd) / WORD))
 
 
-def signed(bits: torch.Tensor) -> torch.Tensor:
+def signed(bits):
     """Unsigned int64 bits as int32."""
     return ((bits ^ 2**31) - 2**31).to(torch.int32)
 
@@ -156,32 +153,24 @@ def test_exponential_is_within_its_stated_relative_error_and_range():
         assert bits is tail or 31.9 < values.max() <= 32.0
 
 
-def test_negative_log2_is_within_its_stated_absolute_error():
+def test_negative_log2_is_within_its_stated_absolute_error_and_exact_at_powers_of_two():
     x = torch.cat((torch.linspace(1.6e-10, 33.0, N), torch.exp2(torch.rand(N) * 40.0 - 33.0), 0.5 + torch.rand(N)))
     wanted = -np.log2(x.numpy().astype(np.float64))
     assert np.abs(negative_log2(x).numpy() - wanted).max() < 1.2e-4
-
-
-def test_negative_log2_is_exact_at_powers_of_two():
     powers = torch.arange(-33.0, 6.0)
     assert torch.equal(negative_log2(torch.exp2(powers)), -powers)
 
 
-def test_gumbel_is_finite_and_in_its_stated_range_for_all_extremes():
-    values = negative_log2(exponential(signed(edge_bits())))
-    assert values.isfinite().all()
-    assert values.min() >= -5.0
-    assert values.max() <= 31.5
-
-
-def test_gumbel_follows_its_law():
+def test_gumbel_is_in_its_stated_range_for_all_extremes_and_follows_its_law():
+    extremes = negative_log2(exponential(signed(edge_bits())))
+    assert (extremes.min() >= -5.0, extremes.max() <= 31.5, bool(extremes.isfinite().all())) == (True, True, True)
     keys = noise_keys(torch.tensor([1]), torch.tensor([2]), TARGET)
     values = gumbel(keys, torch.arange(N, dtype=torch.int32)).double()
     cells = torch.histc(torch.exp2(-torch.exp2(-values)), 1000, 0.0, 1.0)
     accept(chi_square(cells, np.full(1000, 1e-3)))
 
 
-def worst_race(own: np.ndarray, other: np.ndarray) -> float:
+def worst_race(own, other):
     """Largest error of the probability that a token beats another, at ratios of weights from 2**-8 to 2**8."""
     levels = (np.arange(len(own)) + 0.5) / len(own)
     ratios = np.linspace(-8.0, 8.0, 26)
@@ -201,29 +190,24 @@ def test_errors_of_the_polynomials_cancel_in_the_law_of_a_race():
     assert worst_race(own * 1.0001, own * 1.0001) > 1e-6  # the control: noise that is off by 1e-4 is seen
 
 
-@pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("shift", [0, 12, 24])
-def test_bits_are_uniform_over_positions(stream, shift):
-    byte = bits_of(3, torch.arange(N), 17, stream) >> shift & 255
-    accept(chi_square(np.bincount(byte, minlength=256), np.full(256, 1 / 256)))
-
-
-@pytest.mark.parametrize("shift", [0, 12, 24])
-def test_bits_are_uniform_over_neighbouring_seeds(shift):
-    seeds = torch.arange(N) - N // 2
-    keys = noise_keys(seeds, torch.zeros_like(seeds), TARGET)
-    byte = token_bits(keys, torch.tensor(5, dtype=torch.int32)).to(torch.int64) >> shift & 255
-    accept(chi_square(np.bincount(byte, minlength=256), np.full(256, 1 / 256)))
+@pytest.mark.parametrize("stream", [*STREAMS, "neighbouring seeds"])
+def test_bits_are_uniform_over_positions_and_neighbouring_seeds(stream, shift):
+    seeds, positions = torch.full((N,), 3), torch.arange(N)
+    if stream == "neighbouring seeds":
+        seeds, positions, stream = positions - N // 2, torch.zeros_like(seeds), TARGET
+    bits = token_bits(noise_keys(seeds, positions, stream), torch.tensor(17, dtype=torch.int32)).to(torch.int64)
+    accept(chi_square(np.bincount(bits >> shift & 255, minlength=256), np.full(256, 1 / 256)))
 
 
 @functools.cache
-def keys_of_positions(seed: int, stream: int = TARGET, count: int = N) -> NoiseKeys:
+def keys_of_positions(seed, stream=TARGET, count=N):
     """The keys of consecutive positions: Philox costs more than the bits of a token."""
     positions = torch.arange(count)
     return noise_keys(torch.tensor([seed]).expand_as(positions), positions, stream)
 
 
-def high_bits(keys: NoiseKeys, token_id: int, count: int) -> torch.Tensor:
+def high_bits(keys, token_id, count):
     bits = token_bits(keys, torch.tensor(token_id, dtype=torch.int32)) >> (32 - count)
     return bits & (2**count - 1)
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from compiled_sampler import SampleInputs, SampleOutputs, Sampler, SamplingParams
+from compiled_sampler import SampleInputs, Sampler, SamplingParams
 from compiled_sampler.core import filters, reference
 from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.engine import step_executor
@@ -34,30 +33,26 @@ SIZES = [
 """Around the number of candidates and the size of a block; each dtype and base."""
 
 FILTERS = [
-    {"temperature": 0.0},
-    {"top_k": 1},
     {},
-    {"temperature": 0.3},
-    {"top_k": 2},
-    {"top_k": 65},
-    {"top_p": 0.3},
-    {"top_p": 0.95},
+    *({"temperature": temperature} for temperature in (0.0, 0.3)),
+    *({"top_k": count} for count in (1, 2, 65)),
+    *({"top_p": share} for share in (0.3, 0.95)),
     {"min_p": 0.05},
     {"top_k": 40, "top_p": 0.8},
     {"top_k": 500, "top_p": 0.95, "min_p": 0.001},
 ]
 
 
-def by_definition(inputs: SampleInputs, vocab_size: int, base: str = "top_k") -> SampleOutputs:
+def by_definition(inputs, vocab_size, base="top_k"):
     return reference.sample(inputs, vocab_size=vocab_size, base_is_row=base == "all")
 
 
-def differing(inputs: SampleInputs, wanted: SampleOutputs, vocab_size: int, base: str = "top_k") -> int:
+def differing(inputs, wanted, vocab_size, base="top_k"):
     found = by_definition(inputs, vocab_size, base)
     return int(((found.token_ids != wanted.token_ids) | (found.status != wanted.status)).sum())
 
 
-def hard_inputs(vocab_size: int, base: str, dtype: torch.dtype = torch.float32, rows: int = 60) -> list:
+def hard_inputs(vocab_size, base, dtype=torch.float32, rows=60):
     """For each mode the mode and rows of every kind, one of them padding, of requests that it covers."""
     requests = mixed_requests(vocab_size, 60, vocab_size)
     table, found = slot_table(requests, vocab_size), []
@@ -68,7 +63,7 @@ def hard_inputs(vocab_size: int, base: str, dtype: torch.dtype = torch.float32, 
     return found
 
 
-def special_row(kind: str, row: Tensor) -> Tensor:
+def special_row(kind, row):
     """A row ``[V]`` that is easy to get wrong."""
     some = torch.arange(len(row)) % 3 == 0
     rows = {
@@ -165,7 +160,7 @@ def test_the_backend_runs_without_compiling_and_after_a_warm_up(monkeypatch):
 
 
 def test_a_capture_of_the_backend_is_refused_and_told_the_way_out(monkeypatch):
-    def capturing(device: torch.device, message: str) -> None:
+    def capturing(device, message):
         raise RuntimeError(message)
 
     sampler = shared_sampler(V, backend="reference")

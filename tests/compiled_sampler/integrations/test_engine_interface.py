@@ -1,7 +1,6 @@
 """What an engine lacks is told from what fails while it is imported."""
 
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +11,7 @@ INTERFACE = Interface(parameters={"an_engine.parts.drawing:Drawer.draw": ("self"
 
 
 @pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def engine(tmp_path, monkeypatch):
     (tmp_path / "an_engine" / "parts").mkdir(parents=True)
     for folder in ("an_engine", "an_engine/parts"):
         (tmp_path / folder / "__init__.py").write_text("")
@@ -27,7 +26,7 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [None, "x = 1", "class Drawer: pass", "class Drawer:\n    def draw(self, rows): pass"],
     ids=["no module", "no class", "no method", "other parameters"],
 )
-def test_what_an_engine_lacks_is_a_difference(engine: Path, source: str | None) -> None:
+def test_what_an_engine_lacks_is_a_difference(engine, source):
     if source is not None:
         engine.write_text(source)
     assert differences(INTERFACE, found) == [*INTERFACE.parameters]
@@ -35,7 +34,7 @@ def test_what_an_engine_lacks_is_a_difference(engine: Path, source: str | None) 
         Supported("an engine", "1.0", "install another", INTERFACE).check("1.0")
 
 
-def test_an_engine_that_has_everything_is_taken(engine: Path) -> None:
+def test_an_engine_that_has_everything_is_taken(engine):
     engine.write_text("class Drawer:\n    def draw(self, logits): pass")
     assert differences(INTERFACE, found) == []
 
@@ -49,13 +48,13 @@ def test_an_engine_that_has_everything_is_taken(engine: Path) -> None:
     ],
     ids=["its library", "its binary", "its code"],
 )
-def test_what_fails_in_an_engines_own_import_is_let_through(engine: Path, source, error, message) -> None:
+def test_what_fails_in_an_engines_own_import_is_let_through(engine, source, error, message):
     engine.write_text(source)
     with pytest.raises(error, match=message):
         differences(INTERFACE, found)
 
 
-def test_the_adapter_that_left_ends_the_process_that_asks_for_it_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapter_that_left_ends_the_process_that_asks_for_it_and_no_other(monkeypatch):
     monkeypatch.delenv(tokenspeed.VARIABLE, raising=False)
     tokenspeed.load()
     monkeypatch.setenv(tokenspeed.VARIABLE, "triton")

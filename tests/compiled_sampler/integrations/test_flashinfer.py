@@ -3,12 +3,9 @@
 import functools
 import inspect
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from compiled_sampler.core.noise import philox_4x32_10
 from compiled_sampler.core.stage import call
@@ -16,13 +13,7 @@ from compiled_sampler.functional import probs as law_of
 from compiled_sampler.functional import sample, verify_from_probs
 from compiled_sampler.integrations import flashinfer
 from compiled_sampler.integrations.flashinfer import noise_of
-from compiled_sampler.passes.probability_rows import (
-    base_2_logits,
-    keep_first,
-    keep_nucleus,
-    renormalised,
-    seeds_of_rows,
-)
+from compiled_sampler.passes.probability_rows import base_2_logits, seeds_of_rows
 from tests.oracles.goodness_of_fit import accept, chi_square, detects, independence
 
 V, ROWS, DRAWS = 12, 4, 16_000
@@ -50,7 +41,7 @@ NAMES = {
 }
 """Parameters of each function of FlashInfer at commit fb28d7242, in their order."""
 
-CASES: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+CASES = {
     "sampling_from_logits": ((), {}),
     "sampling_from_probs": ((), {}),
     "top_p_sampling_from_probs": ((0.7,), {"top_p": 0.7}),
@@ -66,14 +57,14 @@ PROBS = torch.softmax(LOGITS, -1)
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(monkeypatch):
     """The functions run eager torch."""
     monkeypatch.setattr(flashinfer, "run_of", lambda backend: call)
     for name in ("sample", "probabilities", "verify_from_probs"):
         monkeypatch.setattr(flashinfer, name, functools.partial(getattr(flashinfer, name), backend="eager"))
 
 
-def drawing(name: str) -> tuple[Callable[..., Any], Tensor]:
+def drawing(name):
     """A function that draws, with its arguments but for noise, and the rows that it takes."""
     given, _ = CASES[name]
     values = LOGITS if name.endswith("logits") else PROBS
@@ -118,18 +109,15 @@ def test_a_number_and_tensors_of_one_seed_are_the_same(eager, name):
 
 
 def test_of_one_seed_the_row_matters_and_of_seeds_by_row_it_does_not(eager):
-    same_rows, order = PROBS[:1].expand(64, V).contiguous(), torch.arange(64).flip(0)
-    of_one = flashinfer.sampling_from_probs(same_rows, seed=3, offset=0)
-    assert len(set(of_one.tolist())) > 3
-    seeds, offsets = torch.arange(64) * 977, torch.arange(64)
-    by_row = flashinfer.sampling_from_probs(same_rows, seed=seeds, offset=offsets)
-    turned = flashinfer.sampling_from_probs(same_rows, seed=seeds[order], offset=offsets[order])
-    assert torch.equal(turned, by_row[order])
-    alone = [
-        flashinfer.sampling_from_probs(same_rows[:1], seed=seeds[n : n + 1], offset=offsets[n : n + 1])
-        for n in range(9)
-    ]
-    assert torch.equal(torch.cat(alone), by_row[:9])
+    def drawn(seed, offset):
+        rows = PROBS[:1].expand(64 if isinstance(seed, int) else len(seed), V).contiguous()
+        return flashinfer.sampling_from_probs(rows, seed=seed, offset=offset)
+
+    assert len(set(drawn(3, 0).tolist())) > 3
+    seeds, offsets, order = torch.arange(64) * 977, torch.arange(64), torch.arange(64).flip(0)
+    by_row = drawn(seeds, offsets)
+    assert torch.equal(drawn(seeds[order], offsets[order]), by_row[order])
+    assert [drawn(seeds[n : n + 1], offsets[n : n + 1]).item() for n in range(9)] == by_row[:9].tolist()
 
 
 def test_parameters_by_row_are_those_of_each_row(eager):
@@ -175,18 +163,10 @@ def test_a_generator_gives_the_seed_where_there_is_none(eager):
 
 @pytest.mark.full
 def test_compiled_tokens_are_those_of_eager_torch():
-    options = {"seed": 2, "offset": 5}
-    compiled = flashinfer.top_k_top_p_sampling_from_probs(PROBS, 5, 0.8, **options)
+    compiled = flashinfer.top_k_top_p_sampling_from_probs(PROBS, 5, 0.8, seed=2, offset=5)
     seeds, positions = flashinfer.noise_of(2, 5, None, ROWS, PROBS.device, call)
-    wanted = sample(
-        base_2_logits(PROBS),
-        temperature=math.log2(math.e),
-        top_k=5,
-        top_p=0.8,
-        seeds=seeds,
-        positions=positions,
-        backend="eager",
-    )
+    law = {"temperature": math.log2(math.e), "top_k": 5, "top_p": 0.8}
+    wanted = sample(base_2_logits(PROBS), **law, seeds=seeds, positions=positions, backend="eager")
     assert torch.equal(compiled, wanted.token_ids.to(torch.int32))
 
 
@@ -199,7 +179,7 @@ def test_softmax_is_that_of_torch(eager):
 
 
 NO_SEEDS, ONE_SEED = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+WRONG = [
     ({"seed": 1}, ValueError, "seed and offset must come together, got 1 and None"),
     ({"offset": 1}, ValueError, "seed and offset must come together"),
     ({"seed": 1, "offset": torch.tensor([1])}, ValueError, "seed and offset must both be tensors or both"),
@@ -224,13 +204,16 @@ def test_what_has_no_meaning_raises_by_its_name_in_every_function(eager, options
             drawing(name)[0](**options)
 
 
-def test_choices_that_ours_does_not_have_are_refused(eager):
+def test_choices_that_ours_does_not_have_and_drafts_that_are_not_by_request_are_refused(eager):
     for is_enabled in (True, False):
         with pytest.raises(ValueError, match=f"enable_pdl must be None, got {is_enabled}"):
             flashinfer.softmax(LOGITS, enable_pdl=is_enabled)
     for name in ("top_k_top_p_sampling_from_probs", "top_k_top_p_sampling_from_logits"):
         with pytest.raises(ValueError, match="filter_apply_order must be one of"):
             drawing(name)[0](filter_apply_order="top_p_first")
+    drafts = torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"must have a row \[V\] for each request and place, got \[4, 12\]"):
+        flashinfer.chain_speculative_sampling(PROBS, drafts, PROBS[None], seed=1, offset=0)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -245,13 +228,9 @@ def test_a_nan_raises_where_the_caller_asks(eager, name):
         function(check_nan=True)
 
 
-def one_hot(token: int, vocab_size: int) -> Tensor:
-    return torch.nn.functional.one_hot(torch.tensor(token), vocab_size).float()
-
-
-def rows(*tokens: int) -> Tensor:
+def rows(*tokens):
     """Rows that hold one token each, ``[1, n, 1000]``."""
-    return torch.stack([one_hot(token, 1000) for token in tokens])[None]
+    return torch.nn.functional.one_hot(torch.tensor([tokens]), 1000).float()
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -268,15 +247,12 @@ def test_counts_of_drafts_are_those_of_flashinfer_and_are_added_to_what_is_given
     for given, before in (((), (0, 0)), (totals, (10, 20))):
         made = flashinfer.chain_speculative_sampling(rows(100, 200), drafts, target, *given, seed=1, offset=0)
         assert (made[0].tolist(), made[0].dtype) == ([tokens], dtype)
-        assert [(each.item(), each.dtype) for each in made[1:]] == [
-            (count + start, torch.int32) for count, start in zip((accepted, emitted), before, strict=True)
-        ]
+        assert [each.item() for each in made[1:]] == [accepted + before[0], emitted + before[1]]
+        assert {each.dtype for each in made[1:]} == {torch.int32}
     assert (made[1] is totals[0], made[2] is totals[1]) == (True, True)
     ours = verify_from_probs(target[0], drafts, seeds=1, positions=0, rule="rejection", backend="eager")
-    assert (ours.num_emitted.item(), ours.num_accepted.item(), ours.num_matching.item()) == (
-        *(emitted + 1, emitted),
-        accepted,
-    )
+    counts = ours.num_emitted, ours.num_accepted, ours.num_matching
+    assert [each.item() for each in counts] == [emitted + 1, emitted, accepted]
 
 
 def test_the_first_token_has_the_law_of_the_target(eager, generator):
@@ -294,12 +270,6 @@ def test_the_first_token_has_the_law_of_the_target(eager, generator):
     flat = {"draft_probs": given[0].flatten(0, 1), "rule": "rejection", "backend": "eager"}
     ours = verify_from_probs(given[2].flatten(0, 1), drafts, seeds=seeds, positions=positions, **flat)
     assert torch.equal(ours.token_ids, tokens)
-
-
-def test_rows_that_are_not_by_request_raise(eager):
-    flat = torch.full((2, V), 1.0 / V)
-    with pytest.raises(ValueError, match=r"must have a row \[V\] for each request and place, got \[2, 12\]"):
-        flashinfer.chain_speculative_sampling(flat, torch.zeros(1, 2, dtype=torch.int64), flat[None], seed=1, offset=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -343,31 +313,21 @@ def test_logarithms_are_rounded_once_and_keep_the_order(generator):
     assert (logits.diff() >= 0).all()
     wanted = [math.log2(x) if x else -math.inf for x in p[0].tolist()]
     assert torch.equal(logits[0], torch.tensor(wanted, dtype=torch.float64).to(torch.float32))
+    odd = torch.tensor([[0.0, -0.0, -1.0, -math.inf, math.inf, 1.0, 2.0**-149, 8.0, math.nan, -math.nan]])
+    assert base_2_logits(odd)[0, :8].tolist() == [-math.inf] * 4 + [math.inf, 0.0, -149.0, 3.0]
+    assert base_2_logits(odd)[0, 8:].isnan().all()
 
 
-def test_numbers_that_are_no_probabilities():
-    p = torch.tensor([[0.0, -0.0, -1.0, -math.inf, math.inf, 1.0, 2.0**-149, 8.0, math.nan, -math.nan]])
-    assert base_2_logits(p)[0, :8].tolist() == [-math.inf] * 4 + [math.inf, 0.0, -149.0, 3.0]
-    assert base_2_logits(p)[0, 8:].isnan().all()
-
-
-def test_renormalised_rows_sum_to_one_and_keep_the_ratios_of_small_ones(generator):
-    p = torch.softmax(4 * torch.randn(9, 5000, generator=generator), -1)
-    keep = keep_first(p, torch.arange(1, 10) * 500)
-    made = renormalised(p, keep)
-    assert torch.allclose(made.double().sum(-1), torch.ones(9, dtype=torch.float64), atol=1e-6)
-    wanted = torch.where(keep, p.double(), 0.0)
-    assert torch.allclose(made.double(), wanted / wanted.sum(-1, keepdim=True), rtol=1e-6, atol=0.0)
-
-
-def test_a_nucleus_is_the_shortest_prefix(generator):
-    p, share = torch.softmax(3 * torch.randn(50, 300, generator=generator), -1), torch.rand(50, generator=generator)
-    keep = keep_nucleus(p, share.double())
-    inside = torch.where(keep, p.double(), 0.0)
-    least = torch.where(keep, p.double(), 2.0).amin(-1)
-    assert (inside.sum(-1) >= share * p.double().sum(-1) - 1e-9).all()
-    assert (inside.sum(-1) - least <= share * p.double().sum(-1) + 1e-9).all()
+def test_a_renormalised_row_is_a_shortest_prefix_sums_to_one_and_keeps_the_ratios_of_small_ones(eager, generator):
+    p, share = torch.softmax(4 * torch.randn(50, 3000, generator=generator), -1), torch.rand(50, generator=generator)
+    made, p = flashinfer.top_p_renorm_probs(p, share).double(), p.double()
+    keep = made > 0.0
+    inside, least = torch.where(keep, p, 0.0), torch.where(keep, p, 2.0).amin(-1)
+    assert (inside.sum(-1) >= share * p.sum(-1) - 1e-9).all()
+    assert (inside.sum(-1) - least <= share * p.sum(-1) + 1e-9).all()
     assert (torch.where(keep, 0.0, p).amax(-1) <= least).all()
+    assert torch.allclose(made.sum(-1), torch.ones(50, dtype=torch.float64), atol=1e-6)
+    assert torch.allclose(made, inside / inside.sum(-1, keepdim=True), rtol=1e-6, atol=0.0)
 
 
 def test_seeds_of_rows_are_words_of_philox_and_differ():

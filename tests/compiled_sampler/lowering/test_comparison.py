@@ -2,9 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,25 +31,25 @@ pytestmark = [
 ]
 
 
-def off_by_one_bit(*tensors: Any, **static: Any) -> Any:
+def off_by_one_bit(*tensors, **static):
     """What ``first_from_blocks`` makes, the lowest bit of whose integers is flipped."""
     made = first_from_blocks(*tensors, **static)
     return tree_map_only(Tensor, lambda x: x ^ 1 if x.dtype == torch.int64 else x, made)
 
 
 @pytest.fixture
-def planted() -> Iterator[None]:
+def planted():
     """A stage is compiled wrongly."""
     with stages_stay_eager({first_from_blocks: off_by_one_bit}):
         yield
 
 
 @pytest.fixture
-def unknown_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def unknown_torch(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "99.2.0")
 
 
-def draw_right(sampler: Sampler) -> bool:
+def draw_right(sampler):
     """Whether rows of the classes of row counts get the tokens of eager torch."""
     batches = [[REQUESTS["greedy"]] * rows for rows in (1, 3)]
     pairs = [(batch, torch.randn(len(batch), V)) for batch in batches]
@@ -88,37 +86,33 @@ def test_hard_rows_lie_as_the_tensor_does_and_are_of_every_kind():
     assert not ((probabilities < 0) | (probabilities > 1)).any()
 
 
-def nothing_written(*tensors: Any, **static: Any) -> None:
+def nothing_written(*tensors, **static):
     """What a stage does that writes nothing and returns nothing."""
 
 
-def ends_alone(*tensors: Any) -> DrawEnds:
+def ends_alone(*tensors):
     """The ends of draws, as a stage has them that records no draw."""
     *_, token_ids, status, lists = tensors
     return DrawEnds(status, recording.are_ends(token_ids, status, tensors[2], lists))
 
 
-def status_alone(*tensors: Any) -> Tensor:
-    return tensors[-1]
-
-
-def logits_alone(logits: Tensor, *rest: Any, vocab_size: int, **static: Any) -> Tensor:
+def logits_alone(logits, *rest, vocab_size, **static):
     """The logits, as a stage gets them that edits rows."""
     return row_logits(logits, vocab_size).clone()
 
 
-def logits_of(stage: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+def logits_of(stage, x, *rest):
     """The tokens that a stage writes, with the logits that they have."""
     ids, _ = stage(x, *rest)
     return ids, x.gather(1, ids)
 
 
-def without_entries(stage: Callable[..., Any], *tensors: Any) -> Any:
+def without_entries(stage, *tensors):
     """What a stage makes where no token ends a request."""
     return stage(*tensors[:-1], tensors[-1]._replace(counts=torch.zeros_like(tensors[-1].counts)))
 
 
-IDLE: dict[str, dict[Callable[..., Any], Callable[..., Any]]] = {
+IDLE = {
     "token_bitmask": {masks.masked: logits_alone},
     "allowed_token_ids": {masks.masked: logits_alone},
     "logit_bias": {bias.write_biases: nothing_written},
@@ -127,7 +121,7 @@ IDLE: dict[str, dict[Callable[..., Any], Callable[..., Any]]] = {
         penalties.write_penalties: nothing_written,
         recording.record_draws: ends_alone,
         recording.record_drafts: nothing_written,
-        recording.record_ends: status_alone,
+        recording.record_ends: lambda *tensors: tensors[-1],
     },
     "bad_words": {bad_words.without_bad_words: partial(logits_of, bad_words.without_bad_words)},
     "watermark": {watermark.noise_positions: lambda slots, positions, *tables: positions.clone()},
@@ -152,7 +146,7 @@ Not DRY, which finds no repetition of the one token that copies hold, nor what a
 """
 
 
-def prepared(*edits: str, slots: int = 5) -> Sampler:
+def prepared(*edits, slots=5):
     """A sampler whose warm-up prepares batches with the edits."""
     ways = [Verification("match", 2)] if {"penalties", "stops"} & {*edits} else []
     users = [edit for name, edit in USERS.items() if name in edits]
@@ -160,7 +154,7 @@ def prepared(*edits: str, slots: int = 5) -> Sampler:
     return Sampler(custom_edits.V, slots, backend="compiled", captured_edits=[edits], edits=users, **sizes)
 
 
-def found(monkeypatch: pytest.MonkeyPatch, sampler: Sampler, idle: Mapping[Any, Any]) -> set[str]:
+def found(monkeypatch, sampler, idle):
     """Stages that a warm-up finds to differ, where some are idle and all others those of eager torch."""
     monkeypatch.setenv(COMPARISON_VARIABLE, "1")
     with stages_stay_eager(idle), warnings.catch_warnings():

@@ -11,10 +11,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -24,7 +22,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.core.noise import TARGET
-from compiled_sampler.core.rows import RowParams, RowSlots, gather_rows
+from compiled_sampler.core.rows import RowSlots, gather_rows
 from compiled_sampler.exact import row_race, triton
 from compiled_sampler.exact.row_race import IN_TORCH, race_top_k_in_torch
 from compiled_sampler.exact.triton import LOCK
@@ -50,7 +48,7 @@ LOGITS = torch.randn(3, 129)
 
 
 @pytest.fixture(autouse=True)
-def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def calls_wait_for_nothing(monkeypatch):
     """As a user has it, with one process."""
     monkeypatch.setattr(CompiledStages, "compiles_at_calls", False)
     monkeypatch.setenv(PROCESSES_VARIABLE, "1")
@@ -59,28 +57,28 @@ def calls_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def stages() -> CompiledStages:
+def stages():
     return CompiledStages()
 
 
 @pytest.fixture
-def empty_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def empty_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     return tmp_path
 
 
 @contextmanager
-def compiled_nowhere() -> Iterator[None]:
+def compiled_nowhere():
     """In this process."""
     with mock.patch.object(StageCode, "compiled", side_effect=AssertionError("compiled in a caller's process")):
         yield
 
 
-def is_right(stages: CompiledStages) -> bool:
+def is_right(stages):
     return torch.equal(stages(order_maxima, LOGITS, **STATIC).keys, order_maxima(LOGITS, **STATIC).keys)
 
 
-def settled(stages: CompiledStages, seconds: float = 300.0) -> bool:
+def settled(stages, seconds=300.0):
     """Whether nothing is queued before long."""
     end = time.monotonic() + seconds
     while stages.status().queued_stages and time.monotonic() < end:
@@ -88,7 +86,7 @@ def settled(stages: CompiledStages, seconds: float = 300.0) -> bool:
     return not stages.status().queued_stages
 
 
-def put_on_disk() -> None:
+def put_on_disk():
     stages = CompiledStages()
     with stages.compiling_at_calls():
         stages(order_maxima, LOGITS, **STATIC)
@@ -162,7 +160,7 @@ def test_a_draw_imports_its_kernels_after_a_thread_that_imports_the_compilers(mo
     imported.assert_called_once_with("compiled_sampler.exact.triton.operators")
 
 
-FAILURES: dict[str, tuple[Any, str, Any, str]] = {
+FAILURES = {
     "it ends": (compile_process, "_PROGRAM", "pass", "the process that compiles it ended"),
     "it cannot be started": (compile_process.sys, "executable", "/nowhere/python", "no process can be started"),
     "its stage cannot be sent": (compile_process.pickle, "dumps", mock.Mock(side_effect=pickle.PicklingError), "ask"),
@@ -210,7 +208,7 @@ def test_a_process_that_works_for_long_is_waited_for(monkeypatch):
 
 
 def test_what_cannot_be_kept_stays_eager_without_a_warning(stages):
-    def local(x: Tensor) -> Tensor:
+    def local(x):
         return x + 1
 
     for _ in range(2):
@@ -220,11 +218,11 @@ def test_what_cannot_be_kept_stays_eager_without_a_warning(stages):
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def launches(monkeypatch):
     """The rows of each call of a stage whose kernels are written by hand, as they are on a GPU."""
-    found: list[int] = []
+    found = []
 
-    def launched(logits: Tensor, rows: RowParams, *, vocab_size: int) -> tuple[Tensor, Tensor]:
+    def launched(logits, rows, *, vocab_size):
         if type(logits) is not Tensor:  # asked for its shapes
             return rows.top_k[:, None], rows.idle[:, None]
         found.append(logits.shape[0])
@@ -235,12 +233,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def rows_to_race() -> RowParams:
+def rows_to_race():
     inputs = sample_inputs(LOGITS, [SamplingParams(seed=seed, top_k=5 + 60 * seed) for seed in range(3)])
     return gather_rows(RowSlots(inputs.table, inputs.slots, inputs.positions), stream=TARGET)
 
 
-def races_right(stages: CompiledStages) -> bool:
+def races_right(stages):
     arguments, static = (LOGITS, rows_to_race()), {"vocab_size": 129}
     found, wanted = stages(row_race.race_top_k, *arguments, **static), race_top_k_in_torch(*arguments, **static)
     return all(map(torch.equal, found, wanted))
@@ -250,7 +248,7 @@ def races_right(stages: CompiledStages) -> bool:
 def test_torch_stands_in_for_hand_written_kernels_until_a_process_has_compiled_them(launches, reason):
     stages, may_end = CompiledStages(), threading.Event()
 
-    def compile_in_a_process(*_: object) -> str:
+    def compile_in_a_process(*_):
         may_end.wait()
         return reason
 
@@ -293,7 +291,7 @@ def test_kernels_that_do_not_compile_are_left_to_torch_and_a_capture_is_refused(
 
 
 def test_numbers_of_rows_whose_kernels_differ_are_compiled_apart():
-    def key(rows: int) -> Any:
+    def key(rows):
         tensors = torch.zeros(rows, 129), torch.zeros(rows)
         return StageCode.of(row_race.race_top_k, tensors, {"vocab_size": 129}).key
 
@@ -307,7 +305,7 @@ def test_code_that_comes_while_a_call_looks_for_it_is_taken_by_the_next(stages, 
     (wanted,) = stages._wanted.values()
     stages._called.clear()
 
-    def looked(code: StageCode) -> None:
+    def looked(code):
         wanted.compiled, wanted.state = code.hand_written(), "ready"  # by a thread
 
     with mock.patch.object(StageCode, "check_not_capturing", autospec=True, side_effect=looked):
@@ -370,7 +368,7 @@ def test_a_child_that_is_forked_reads_what_is_there_from_a_disk_that_it_must_not
                 each.chmod(0o755)
 
 
-def reads_what_is_there() -> bool:
+def reads_what_is_there():
     ctypes.CDLL(None).capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)())  # root may write anywhere
     assert not os.access(os.environ["TORCHINDUCTOR_CACHE_DIR"], os.W_OK)
     CppPythonBindingsCodeCache.cache.clear()
@@ -397,7 +395,7 @@ def test_a_fork_while_a_stage_is_compiled_neither_hangs_nor_loses_it(stages, emp
         assert settled(stages, 60.0)
 
 
-def in_child(work: Callable[[], bool], seconds: float = 120.0) -> int:
+def in_child(work, seconds=120.0):
     """The exit status of a forked child, 0 where the work is done."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # there are threads

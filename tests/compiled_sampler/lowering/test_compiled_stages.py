@@ -3,13 +3,11 @@
 import itertools
 import random
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.core.stage import call
@@ -22,18 +20,18 @@ from compiled_sampler.passes.candidates import all_coarser
 from tests.builders.sampler import REQUESTS, SHARED_SLOTS, V, drawn, held, nothing_compiles, same, shared_sampler
 
 
-def multiplied(x: Tensor, *, factor: int) -> Tensor:
+def multiplied(x, *, factor):
     return x * factor
 
 
-def relative(x: Tensor, t: Tensor) -> Tensor:
+def relative(x, t):
     """A product less its maximum: Inductor's patterns reassociate it, and a contraction would skip a rounding."""
     y = x * t
     return (y - y.amax(-1, keepdim=True)) * x + t
 
 
 @pytest.fixture
-def compiling() -> Iterator[mock.Mock]:
+def compiling():
     """Every use of ``torch.compile`` during the test, without what earlier processes left on disk."""
     with (
         torch._inductor.config.patch(fx_graph_cache=False),
@@ -102,7 +100,7 @@ def test_float_arithmetic_keeps_its_bits(rows):
 
 
 def test_a_stage_that_cannot_be_one_graph_runs_eager_and_others_compiled():
-    def waits(x: Tensor) -> Tensor:
+    def waits(x):
         return x * x.sum().item() if x.sum().item() > 0 else x
 
     run, x = CompiledStages(), torch.randn(3, 5)
@@ -183,45 +181,36 @@ def test_a_warmup_whose_compilers_cannot_be_imported_leaves_all_stages_eager_and
     assert same(drawn(sampler, [REQUESTS["greedy"]] * 2, logits), wanted)
 
 
-@pytest.mark.parametrize("state", [nullcontext, torch.no_grad, torch.inference_mode], ids=lambda each: each.__name__)
-def test_a_warm_sampler_compiles_nothing(state):
-    sampler, name = shared_sampler(V), "no_filter"
-    with held(sampler, [REQUESTS[name]]) as (slot,):
-        for rows in (2, 1):
-            sampler.sample(sampler.plan([slot] * rows), torch.randn(rows, V), torch.arange(rows))
-        for rows in (1, 2, 5, 64):
-            with nothing_compiles(), state():
-                logits = torch.randn(rows, V)
-                out = sampler.sample(sampler.plan([slot] * rows), logits, torch.arange(rows))
-            assert same(out, drawn(shared_sampler(V, backend="eager"), [REQUESTS[name]] * rows, logits.clone()))
-
-
 def test_warmup_reports_every_stage_it_compiles_and_every_mode_it_runs(monkeypatch):
     monkeypatch.setattr(StageCode, "is_on_disk", lambda *_: False)
-    calls: list[tuple[int, int, str]] = []
+
+    def labels(**given):
+        calls = []
+        sampler.warmup(lambda *call: calls.append(call), **given)
+        assert [done for done, _, _ in calls] == list(range(1, len(calls) + 1))
+        assert {total for _, total, _ in calls} == {len(calls)}
+        return [label for _, _, label in calls]
+
     sampler = Sampler(V, SHARED_SLOTS, backend="compiled")
-    sampler.warmup(lambda *call: calls.append(call))
-    assert [done for done, _, _ in calls] == list(range(1, len(calls) + 1))
-    assert {total for _, total, _ in calls} == {len(calls)}
-    stages = sum(label.startswith("compiled stage ") for _, _, label in calls)
+    found = labels()
+    runs = [label for label in found if not label.startswith("compiled stage ")]
     for mode in sampler.modes:
-        count = sum(f"ran {mode.name} for" in label for _, _, label in calls)
-        assert count == (len(calls) - stages) / len(sampler.modes) >= 2
+        count = sum(f"ran {mode.name} for" in label for label in runs)
+        assert count == len(runs) / len(sampler.modes) >= 2
     sampler = Sampler(V, SHARED_SLOTS, backend="compiled")
-    calls.clear()
-    sampler.warmup(lambda *call: calls.append(call), modes=["greedy"])
-    assert {total for _, total, _ in calls} == {len(calls)}
-    stages = {label for _, _, label in calls if label.startswith("compiled stage ")}
+    stages = {label for label in labels(modes=["greedy"]) if label.startswith("compiled stage ")}
     assert stages == {"compiled stage order_maxima", "compiled stage first_from_blocks"}
 
 
-def test_after_warmup_no_mode_compiles():
+@pytest.mark.parametrize("state", [nullcontext, torch.no_grad, torch.inference_mode], ids=lambda each: each.__name__)
+def test_after_warmup_no_mode_compiles(state):
     sampler = shared_sampler(V)
     sampler.warmup()
-    with held(sampler, list(REQUESTS.values())) as slots, nothing_compiles():
-        for rows in ([slots[i]] * count for i in range(len(slots)) for count in (1, 2, 9)):
-            out = sampler.sample(sampler.plan(rows), torch.randn(len(rows), V), torch.arange(len(rows)))
-            assert (out.token_ids >= 0).all()
+    for request, rows in itertools.product(REQUESTS.values(), (1, 2, 9, 64)):
+        with nothing_compiles(), state():
+            logits = torch.randn(rows, V)
+            out = drawn(sampler, [request] * rows, logits)
+        assert same(out, drawn(shared_sampler(V, backend="eager"), [request] * rows, logits.clone()))
 
 
 def test_a_warmup_whose_stages_are_on_disk_compiles_none_and_loads_chains_that_no_row_of_its_needs():

@@ -4,12 +4,10 @@ import inspect
 import pickle
 import re
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams, Verification
 from compiled_sampler.batch import DraftTable
@@ -47,13 +45,13 @@ EVERY_EDIT = {name: value for given in OF_EDIT.values() for name, value in given
 LAWS = [{"temperature": 0.0}, {}, {"top_p": 0.9}, EVERY_EDIT]
 
 
-def places_of(max_num_requests: int, buckets: list[int]) -> set[Path]:
+def places_of(max_num_requests, buckets):
     """Where the stages are kept that a sampler calls in draws, drafts and verifications."""
     ways = [Verification("rejection", WIDTH, "cache"), Verification("match", WIDTH)]
     options = {"history_len": 48, "draft_cache_len": WIDTH, "verifications": ways, "buckets": buckets}
-    sampler, places = Sampler(V, max_num_requests, backend="eager", **options), set[Path]()
+    sampler, places = Sampler(V, max_num_requests, backend="eager", **options), set()
 
-    def noted(stage: Any, /, *tensors: Any, **static: Any) -> Any:
+    def noted(stage, /, *tensors, **static):
         place = StageCode.of(stage, tensors, static).path(EXACT_OPTIONS)
         assert place is not None
         places.add(place)
@@ -116,11 +114,11 @@ def test_tables_stay_where_they_are_and_go_to_other_processes_without_their_memo
     assert (kept.logits.shape, kept.logits.untyped_storage().nbytes()) == ((5, 2, 7), 0)
 
 
-def halves(x: Tensor) -> tuple[Tensor, None, Tensor]:
+def halves(x):
     return x[:, ::2] + 1, None, (x > 0).sum(-1)
 
 
-def doubled(x: Tensor) -> Tensor:
+def doubled(x):
     return x.T * 2
 
 

@@ -23,7 +23,7 @@ from tools.kernels.launches import for_a_gpu, generated
 from tools.kernels.steps import step_of
 
 
-def tiles_of(stage, *tensors, tiled=True, **static) -> list[tuple[str, str]]:
+def tiles_of(stage, *tensors, tiled=True, **static):
     """``tiles`` of the code that Inductor generates for a stage."""
     with for_a_gpu(), nullcontext() if tiled else mock.patch.object(stage_code, "is_gpu", return_value=False):
         (found,) = generated(lambda run: run(stage, *tensors, **static), "triton")
@@ -108,7 +108,7 @@ def test_stages_that_are_declared_the_same_have_the_same_code_for_few_and_for_ma
     assert all(body for _, body in few)
 
 
-def only(stages: list[str], run):
+def only(stages, run):
     """A ``run`` for which code is generated for some stages alone."""
 
     def ran(stage, /, *tensors, **static):
@@ -118,6 +118,6 @@ def only(stages: list[str], run):
     return Run(ran, fuses=True)
 
 
-def bodies(code: str) -> list[str]:
+def bodies(code):
     """The kernels of generated code, without what is told of their sizes."""
     return re.findall(r"^@triton\.jit\n(.*?)(?=^@triton_heuristics|^''')", code, re.M | re.S)

@@ -35,7 +35,7 @@ H200 = Rates(4.8e6, HOPPER_LANES_PER_US, {1: 1.0, 64: 1.5})
         (Work(128, 9.6e6, 1, 0, Chain(2, ((132 * 128, 1980),))), (2.0 + 1.5 + 128.0, "launches")),
     ],
 )
-def test_the_floor_is_what_passes_take_and_the_launches_besides(work: Work, expected: tuple[float, str]) -> None:
+def test_the_floor_is_what_passes_take_and_the_launches_besides(work, expected):
     bound = floor(work, H200)
     assert (bound.us, bound.kind) == (pytest.approx(expected[0]), expected[1])
     assert floor(work, H200._replace(num_instructions=None)).kind != "instructions"
@@ -45,14 +45,14 @@ def test_the_floor_is_what_passes_take_and_the_launches_besides(work: Work, expe
     ("name", "chain"),
     [("greedy", Chain(2)), ("no_filter", Chain(3, (), ("score",))), ("min_p .05", Chain(4, (), ("order", "score")))],
 )
-def test_kernels_are_counted_as_the_pipeline_calls_its_stages(name: str, chain: Chain) -> None:
+def test_kernels_are_counted_as_the_pipeline_calls_its_stages(name, chain):
     case, sampler = CASES[name], Sampler(100, 1, backend="eager")
     mode = sampler.plan([sampler.add_request(case.params)]).mode
     batch = sampling_batch("peaked", 2, 100, torch.device("cpu"), torch.float32)
     assert chain_of(lambda run: eager(case, mode, batch, run)) == chain
 
 
-def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_second_look() -> None:
+def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_second_look():
     case, device = CASES["min_p .05"], torch.device("cpu")
     mode = modes_by_name(100)["min_p"]
     batch = sampling_batch("peaked", 2, 100, device, torch.float32)
@@ -62,17 +62,17 @@ def test_a_race_by_bounds_is_a_pass_with_instructions_of_its_own_and_a_long_seco
     assert chain == Chain(5, SMALL["race_leaders", 256], ("bound and order",))
 
 
-def test_counted_kernels_are_of_stages_that_the_tuning_declares() -> None:
+def test_counted_kernels_are_of_stages_that_the_tuning_declares():
     declared = {stage.__name__: tuning.num_kernels for stage, tuning in TUNING.items()}
     assert all(len(kernels) <= declared[stage] for (stage, _), kernels in SMALL.items())
     assert tuning_of(race_top_k).num_kernels == 4
 
 
-def test_of_chains_side_by_side_the_longer_counts_with_its_instructions() -> None:
+def test_of_chains_side_by_side_the_longer_counts_with_its_instructions():
     packed = torch.arange(5)[None]
 
-    def step(run: Run) -> None:
-        def chain(length: int) -> int:
+    def step(run):
+        def chain(length):
             return sum(run(int) for _ in range(length))
 
         run(int)

@@ -9,20 +9,7 @@ import torch
 from compiled_sampler import Sampler
 from tools.bench import __main__ as bench
 from tools.bench import host, python_alone
-from tools.bench.host import (
-    ALONE,
-    COPY,
-    IN_STEP,
-    LAUNCH,
-    ROUND,
-    after,
-    asked_of_the_driver,
-    bare_calls,
-    in_turns,
-    low_of,
-    python_work,
-    timed,
-)
+from tools.bench.host import ALONE, COPY, IN_STEP, LAUNCH, ROUND, asked_of_the_driver, bare_calls, in_turns
 from tools.bench.host_steps import bound_to, num_slots, sampled_steps
 
 ASKED = {
@@ -63,14 +50,14 @@ def test_the_bare_calls_of_the_floor_are_one_copy_and_one_launch():
 
 
 def test_python_between_bare_calls_does_not_count_and_takes_about_as_long_as_told():
-    work = python_work(200)
-    us = sorted(timed(work)() / 1e3 for _ in range(50))
+    work = host.python_work(200)
+    us = sorted(host.timed(work)() / 1e3 for _ in range(50))
     assert 100 < us[5] < 400
-    assert sorted(after(work, lambda: None)() / 1e3 for _ in range(50))[5] < 20
+    assert sorted(host.after(work, lambda: None)() / 1e3 for _ in range(50))[5] < 20
 
 
 def test_all_steps_of_a_size_are_stored_beside_a_floor_that_took_turns_with_them(monkeypatch, tmp_path):
-    def of_the_cpu(vocab_size: int, slots: int, device: torch.device, **options: object) -> Sampler:
+    def of_the_cpu(vocab_size, slots, device, **options):
         return python_alone.replaying_nothing(Sampler(vocab_size, slots, device, backend="eager", **options))
 
     steps_by_size, cpu = host.steps_by_size, torch.device("cpu")
@@ -101,7 +88,7 @@ def test_on_a_cpu_most_steps_replay_a_variant_in_place(monkeypatch, capsys):
     monkeypatch.setattr(python_alone, "_SECONDS", 0.0)
     made, coverage = python_alone.replaying_nothing, []
 
-    def noted(sampler: Sampler) -> Sampler:
+    def noted(sampler):
         coverage.append(sampler)
         return made(sampler)
 
@@ -118,9 +105,9 @@ def test_on_a_cpu_most_steps_replay_a_variant_in_place(monkeypatch, capsys):
 
 def test_every_call_has_one_round_a_turn_after_a_wait_in_orders_that_differ(monkeypatch):
     monkeypatch.setattr("tools.bench.host.time.monotonic", itertools.count().__next__)
-    made: list[str] = []
+    made = []
 
-    def named(name: str, us: int):
+    def named(name, us):
         return lambda: made.append(name) or 1000 * us
 
     calls = {"a": named("a", 1), "b": named("b", 2), "c": named("c", 3)}
@@ -134,11 +121,8 @@ def test_every_call_has_one_round_a_turn_after_a_wait_in_orders_that_differ(monk
     assert len({*turns}) > 3
 
 
-def test_a_slow_call_of_a_round_does_not_move_its_median():
+def test_a_slow_call_of_a_round_does_not_move_its_median_and_the_low_quantile_is_of_the_fastest_tenth():
     times = itertools.cycle([1000] * (ROUND - 1) + [10**9])
     assert in_turns({"a": times.__next__}, 0.0, lambda: None) == {"a": [1.0]}
-
-
-def test_the_low_quantile_is_that_of_the_fastest_tenth():
-    assert low_of([float(n) for n in range(100, 0, -1)]) == 11.0
-    assert low_of([3.0]) == 3.0
+    assert host.low_of([float(n) for n in range(100, 0, -1)]) == 11.0
+    assert host.low_of([3.0]) == 3.0

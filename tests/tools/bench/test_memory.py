@@ -2,7 +2,6 @@
 
 import gc
 import json
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -15,22 +14,13 @@ from compiled_sampler.modes import mode_table
 from tests.builders.sampler import nothing_compiles
 from tools.bench import __main__ as bench
 from tools.bench import memory
-from tools.bench.memory import (
-    EDITED,
-    WITH_LOGPROBS,
-    MemoryCell,
-    held_by_graphs,
-    measured,
-    precompile,
-    scratch_bytes,
-    table_of,
-)
+from tools.bench.memory import MemoryCell, held_by_graphs, measured, precompile, scratch_bytes, table_of
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.fixture(autouse=True)
-def frozen_objects() -> Iterator[None]:
+def frozen_objects():
     """Each cell collects garbage first, 2 s among the objects of torch and other tests, which are no cell's."""
     gc.collect()
     gc.freeze()
@@ -48,7 +38,7 @@ class Result(NamedTuple):
 def test_the_peak_counts_what_is_held_at_once_and_no_result(device):
     size = 2**20
 
-    def work() -> Result:
+    def work():
         for _ in range(3):
             first = torch.ones(size, device=device)
             second = first + 1.0
@@ -78,7 +68,7 @@ def test_the_tool_stores_its_cells_and_prints_them(tmp_path, capsys):
     path = tmp_path / "memory.json"
     bench.main(f"--memory --device cpu --backend eager --rows 4 --vocab 100 --json {path}".split())
     stored = [MemoryCell(**cell) for cell in json.loads(path.read_text())["table"]]
-    assert [cell.step for cell in stored] == ["sample", "probs"] * 6 + [EDITED, WITH_LOGPROBS] * 6
+    assert [cell.step for cell in stored] == ["sample", "probs"] * 6 + [memory.EDITED, memory.WITH_LOGPROBS] * 6
     assert "full" in capsys.readouterr().out
     assert table_of(stored).row_count == 24
 

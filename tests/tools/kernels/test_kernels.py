@@ -10,7 +10,6 @@ import sys
 
 import pytest
 import torch
-from torch import Tensor
 
 from compiled_sampler.logprobs import Logprobs
 from compiled_sampler.lowering.tuning import TUNING
@@ -19,21 +18,11 @@ from tests.for_a_gpu import tiles
 from tests.tiers import tiers
 from tools.kernels.__main__ import main
 from tools.kernels.generated_code import fallbacks, hasty, kernels, launches, moved_bytes
-from tools.kernels.launches import (
-    FALLBACK,
-    HAND_WRITTEN,
-    Generated,
-    Known,
-    for_a_gpu,
-    generated,
-    listed,
-    recorded,
-    table_of,
-)
+from tools.kernels.launches import FALLBACK, HAND_WRITTEN, for_a_gpu, generated, listed, recorded, table_of
 from tools.kernels.steps import REQUESTS, step_of
 
 V = 151_936
-KNOWN: Known = {}
+KNOWN = {}
 """Code that was generated before: steps of as many rows share most of it."""
 EARLY = "'launch_pdl': True"
 CHOSEN = "order_maxima 1, choose_blocks 1, choose_child_blocks 1, choose_child_tokens 1, choose_child_tokens 1"
@@ -60,9 +49,6 @@ PINNED_REJECTION = f"row_layout 2, order_maxima_of 1, coarser_keys 1, {JUDGED}"
 PINNED_REJECTION_OF_FEW = f"row_layout 2, order_maxima_of 1, {JUDGED}"
 
 TRITON_CODE = """
-aten = torch.ops.aten
-async_compile = AsyncCompile()
-
 triton_per_fused_amax_0 = async_compile.triton('triton_per_fused_amax_0', '''
 @triton.jit
 def _triton_helper_fn_add0(arg0_0, arg1_0):
@@ -81,24 +67,6 @@ def triton_per_fused_amax_0(in_ptr0, in_ptr1, in_out_ptr0, out_ptr0, xnumel, r0_
     tl.store(out_ptr0 + (x0), tmp1, xmask)
 ''', device_str='cuda')
 
-
-async_compile.wait(globals())
-del async_compile
-
-class Runner:
-    def call(self, args):
-        # Original ATen: [aten.amax], call_function[target=torch.ops.aten.amax.default](args = (%x,))
-        triton_per_fused_amax_0.run(arg0_1, arg1_1, buf0, buf1, s0, 300, stream=stream0)
-        buf2 = torch.ops.aten.sort.stable(buf1, stable=True)
-        extern_kernels.mm(buf1, buf2, out=buf3)
-        aten.index_put_(buf3, [buf1], buf2)
-        triton_per_fused_amax_0.run(arg0_1, arg1_1, buf2, buf3, s0, 300, stream=stream0)
-
-def get_args():
-    return torch.ops.aten.zeros.default()
-
-def benchmark_compiled_module(args, times=10, repeat=10):
-    triton_per_fused_amax_0.run(args)
 """
 
 MATCH, REJECTION = Verification("match", 3), Verification("rejection", 3, "probabilities")
@@ -110,12 +78,10 @@ STEPS = [
 ]
 """Mode, rows, verification and the stages of a step with their kernels. Few rows start no kernel early."""
 PINNED_ON_A_GPU = [
-    *((mode, 64, None, pinned) for mode, pinned in PINNED.items()),
-    ("no_filter", 16, MATCH, PINNED_MATCH),
+    *STEPS[:-1],
     ("no_filter", 32, REJECTION, PINNED_REJECTION),
     ("no_filter", 8, REJECTION, PINNED_REJECTION_OF_FEW),
     ("min_p", 17, None, PINNED["min_p"]),
-    *((mode, 8, None, pinned) for mode, pinned in PINNED_OF_FEW_LOGITS.items()),
 ]
 EARLY_ON_A_GPU = [
     *((mode, None, "top_k") for mode in REQUESTS),
@@ -124,29 +90,24 @@ EARLY_ON_A_GPU = [
     ("top_k_top_p[64]", None, "all"),
     ("full", None, "all"),
 ]
-LAWS = {
-    law: Logprobs(of=law, top=5, rank=True, entropy=True, num_kept=True, boundary=True)
-    for law in ("raw", "processed", "filtered")
-}
-OF_LAW = {
-    "raw": {"law_in_blocks", "sum_block_laws"},
-    "processed": {"law_in_blocks", "sum_block_laws", "law_scale"},
-    "filtered": set[str](),
-}
+OF_LAW = {"raw": {"law_in_blocks", "sum_block_laws"}, "filtered": set()}
+OF_LAW["processed"] = {*OF_LAW["raw"], "law_scale"}
 """Stages of logprobs that start early."""
+WHOLE = {"top": 5, "rank": True, "entropy": True, "num_kept": True, "boundary": True}
+LAWS = {law: Logprobs(of=law, **WHOLE) for law in OF_LAW}
 
 
-def pins(found: list[Generated]) -> str:
+def pins(found):
     """Every stage that a step calls with its number of kernels; a fallback is named instead."""
     return ", ".join(f"{stage} {'opaque' if code is None else count(code)}" for stage, code in found)
 
 
-def count(code: str) -> str:
+def count(code):
     """Launches of kernels; a fallback is spelt out."""
     return " ".join([str(launches(code).total()), *fallbacks(code)])
 
 
-def early(found: list[Generated]) -> set[str]:
+def early(found):
     """Stages whose kernels may start before the one before them ends, after a look at whether each waits."""
     stages = {stage: code for stage, code in found if code is not None and EARLY in code}
     ahead = {stage.__name__ for stage, tuning in TUNING.items() if tuning.ahead_rows}
@@ -222,7 +183,7 @@ def test_greedy_is_a_kernel_a_stage_in_cpp():
     assert table_of(listed(found), "greedy").row_count == 2 + 1  # and the sums
 
 
-def ranked(x: Tensor) -> Tensor:
+def ranked(x):
     """A sort that no backend generates code for."""
     return torch.sort(x * 2, dim=-1, stable=True).indices.to(torch.int32) + 1
 
@@ -256,21 +217,22 @@ def test_on_a_gpu_every_kernel_has_registers_and_a_time(mode):
 
 
 def test_a_kernel_that_does_not_wait_is_found():
-    waits = TRITON_CODE.replace("    tmp0 =", "    tl.extra.cuda.gdc_wait()\n    tmp0 =")
-    late = TRITON_CODE.replace("    tl.store", "    tl.extra.cuda.gdc_wait()\n    tl.store")
-    decorator = "@triton_heuristics.persistent_reduction(\n"
     (kernel,) = kernels(TRITON_CODE)
-    for code, expected in ((TRITON_CODE, [kernel.name]), (late, [kernel.name]), (waits, [])):
-        assert hasty(code.replace(decorator, f"{decorator}    triton_meta={{'launch_pdl': True}},\n")) == expected
-        assert hasty(code) == []
+    wait, decorator = "    tl.extra.cuda.gdc_wait()\n", "@triton_heuristics.persistent_reduction(\n"
     early = TRITON_CODE.replace(decorator, f"{decorator}    triton_meta={{'launch_pdl': True}},\n")
-    row, tile = (
-        "    tmp9 = tl.load(in_ptr1 + (x0), xmask)\n",
-        "    tmp9 = tl.load(in_ptr0 + (r0_1 + 300*x0), r0_mask)\n",
-    )
-    for lines, found, found_ahead in ((row, [kernel.name], []), (tile, [kernel.name], [kernel.name])):
-        code = early.replace("    tmp0 =", f"{lines}    tl.extra.cuda.gdc_wait()\n    tmp0 =")
-        assert (hasty(code), hasty(code, looks_ahead=True)) == (found, found_ahead)
+    row = "    tmp9 = tl.load(in_ptr1 + (x0), xmask)\n"
+    tile = "    tmp9 = tl.load(in_ptr0 + (r0_1 + 300*x0), r0_mask)\n"
+    for before, lines, is_found, is_found_ahead in (
+        ("    tmp0 =", "", True, True),
+        ("    tl.store", wait, True, True),
+        ("    tmp0 =", wait, False, False),
+        ("    tmp0 =", row + wait, True, False),
+        ("    tmp0 =", tile + wait, True, True),
+    ):
+        code = early.replace(before, lines + before)
+        assert hasty(code) == [kernel.name] * is_found
+        assert hasty(code, looks_ahead=True) == [kernel.name] * is_found_ahead
+        assert hasty(TRITON_CODE.replace(before, lines + before)) == []
 
 
 def test_a_gathered_argument_counts_a_load_for_each_point():
@@ -280,15 +242,13 @@ def test_a_gathered_argument_counts_a_load_for_each_point():
 
 
 def test_without_a_gpu_the_tool_lists_a_gpus_stages(monkeypatch, capsys):
-    monkeypatch.setattr(
-        sys, "argv", ["kernels", "--mode", "top_k", "--rows", "2", "--vocab", "500", "--generate", "triton"]
-    )
+    options = "--mode top_k --rows 2 --vocab 500 --generate triton"
+    monkeypatch.setattr(sys, "argv", ["kernels", *options.split()])
     main()
     lines = capsys.readouterr().out.splitlines()
     (hand_written,) = (line for line in lines if "hand-written" in line)
     assert hand_written.split()[1] == "race_top_k"
-    launches = {
-        line.split()[1]: int(line.split("│")[4]) for line in lines if line.startswith("│") and line.split()[1] != "│"
-    }
-    assert [*launches.items()] == [("gather_rows", 1), ("race_top_k", 4), ("draw_from_winners", 1), ("all", 6)]
+    rows = [line for line in lines if line.startswith("│") and line.split()[1] != "│"]
+    launches = [(line.split()[1], int(line.split("│")[4])) for line in rows]
+    assert launches == [("gather_rows", 1), ("race_top_k", 4), ("draw_from_winners", 1), ("all", 6)]
     assert "top_k=1000" in " ".join(lines)

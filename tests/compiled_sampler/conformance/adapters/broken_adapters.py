@@ -1,10 +1,9 @@
-"""Samplers with one fault each; ``FOUND_BY`` names the question that is meant for it."""
+"""Samplers with one fault each; ``FAULTS`` names the questions that are meant for it."""
 
 import os
 import sys
 import time
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 
@@ -15,9 +14,19 @@ LIMIT = 2**14
 """Logits of a call from which ``OffsetsOf32Bits`` reads elsewhere, instead of 2**31."""
 
 
+def other(name, **methods):
+    """A race with other methods."""
+    return type(name, (Race,), methods)
+
+
+def misled(name, method, changed):
+    """A race of which one method gets other arguments."""
+    return other(name, **{method: lambda self, *given: getattr(Race, method)(self, *changed(*given))})
+
+
 def keyed(name, changed):
     """A race whose noise is that of changed seeds, positions or streams."""
-    return type(name, (Race,), {"keys": lambda self, *given: Race.keys(self, *changed(*given))})
+    return misled(name, "keys", changed)
 
 
 def with_positions(seeds, positions):
@@ -56,6 +65,80 @@ OtherNoise = keyed("OtherNoise", lambda seeds, at, stream: (seeds, at, stream + 
 """Samples alike, and verifies by rejection with other noise."""
 
 
+TruncatedTail = other("TruncatedTail", uniform=lambda *given: (Race.uniform(*given) * 2**10).floor().add(0.5) / 2**10)
+"""Uniform numbers of 10 bits: light tokens never win."""
+
+KeepsOneTooMany = other("KeepsOneTooMany", before_cut=lambda self, before, cut, top_p: (before <= cut) | (top_p == 1.0))
+"""The token at the boundary of top_p is kept, though it is not declared."""
+
+DropsTop_p = misled(
+    "DropsTop_p", "kept", lambda ordered, k, top_p, min_p: (ordered, k, torch.where(k > 0, 1.0, top_p), min_p)
+)
+"""Drops top_p where top_k is set."""
+
+BatchDependent = misled(
+    "BatchDependent",
+    "sample",
+    lambda logits, params, seeds, at: (logits, params, seeds, at + 10**6 * any(p.temperature == 0.0 for p in params)),
+)
+"""A greedy batchmate changes the noise of the others."""
+
+KeyedByRow = other(
+    "KeyedByRow", keys=lambda self, seeds, *given: mixed(Race.keys(self, seeds, *given) + torch.arange(len(seeds)))
+)
+"""Noise is that of the row in the batch."""
+
+ReadsStorage = misled(
+    "ReadsStorage", "sample", lambda logits, *rest: (logits.as_strided(logits.shape, (logits.shape[1], 1)), *rest)
+)
+"""Takes rows for contiguous ones."""
+
+StreamShifted = misled(
+    "StreamShifted", "verify", lambda drafted, rule: (drafted._replace(positions=drafted.positions + 1), rule)
+)
+
+
+"""With drafts the noise of the next position is taken."""
+
+ClampsDrafts = misled(
+    "ClampsDrafts",
+    "verify",
+    lambda drafted, rule: (drafted._replace(drafts=drafted.drafts.clamp(0, drafted.logits.shape[1] - 1)), rule),
+)
+"""Takes a draft that is no token for the nearest one."""
+
+HalfPrecision = misled("HalfPrecision", "scaled", lambda logits, params: (logits.bfloat16(), params))
+"""Rounds logits to 16 bits."""
+
+SilentStatus = other("SilentStatus", status=lambda self, logits, params, seeds, positions: [set() for _ in seeds])
+"""Reports nothing."""
+
+ShiftedLogprobs = misled("ShiftedLogprobs", "logprobs", lambda logits, params, ids: (logits, params, ids.roll(1)))
+"""Logprobs are those of the next token."""
+
+LawBeforeFilters = misled(
+    "LawBeforeFilters", "probs", lambda logits, params: (logits, [Params(each.temperature) for each in params])
+)
+"""``probs`` forgets the filters."""
+
+FrozenReplay = other(
+    "FrozenReplay", capture=lambda self, x, p, s, positions: lambda x, p, s, _: self.sample(x, p, s, positions)
+)
+"""A replay keeps the positions of its capture."""
+
+Undeclared = other("Undeclared", semantics=None)
+"""Declares nothing."""
+
+DeclaresDict = other("DeclaresDict", semantics={"seeds": "row"})
+"""Declares its choices in a dict."""
+
+PathOfOneBit = other("PathOfOneBit", paths=lambda self: {"one bit": OneBit})
+"""Names another path, which takes one seed for another."""
+
+PathOfOtherNoise = other("PathOfOtherNoise", paths=lambda self: {"other noise": OtherNoise})
+"""Names another path, whose verifications have other noise."""
+
+
 class Biased(Race):
     """The likelier half of each row gets 1 % of the law too much."""
 
@@ -66,47 +149,12 @@ class Biased(Race):
         return super().raced(scaled + torch.where(likely, 1 + 0.01 / share, 1 - 0.01 / (1 - share)).log(), keys)
 
 
-class TruncatedTail(Race):
-    """Uniform numbers of 10 bits: light tokens never win."""
-
-    def uniform(self, keys, columns):
-        return (super().uniform(keys, columns) * 2**10).floor().add(0.5) / 2**10
-
-
-class KeepsOneTooMany(Race):
-    """The token at the boundary of top_p is kept, though it is not declared."""
-
-    def before_cut(self, before, cut, top_p):
-        return (before <= cut) | (top_p == 1.0)
-
-
-class DropsTop_p(Race):
-    """Drops top_p where top_k is set."""
-
-    def kept(self, ordered, top_k, top_p, min_p):
-        return super().kept(ordered, top_k, torch.where(top_k > 0, 1.0, top_p), min_p)
-
-
 class TiesByValue(Race):
     """All tokens equal to the k-th are kept."""
 
     def kept(self, ordered, top_k, top_p, min_p):
         last = ordered.gather(1, (top_k.long() - 1).clamp(0, ordered.shape[1] - 1))
         return super().kept(ordered, (ordered >= last).sum(-1, keepdim=True) * (top_k > 0), top_p, min_p)
-
-
-class BatchDependent(Race):
-    """A greedy batchmate changes the noise of the others."""
-
-    def sample(self, logits, params, seeds, positions):
-        return super().sample(logits, params, seeds, positions + 10**6 * any(p.temperature == 0.0 for p in params))
-
-
-class KeyedByRow(Race):
-    """Noise is that of the row in the batch."""
-
-    def keys(self, seeds, positions, stream):
-        return mixed(super().keys(seeds, positions, stream) + torch.arange(len(seeds)))
 
 
 class Stateful(Race):
@@ -119,27 +167,12 @@ class Stateful(Race):
         return super().keys(seeds, positions, stream + 8 * Stateful.calls)
 
 
-class ReadsStorage(Race):
-    """Takes rows for contiguous ones."""
-
-    def sample(self, logits, params, seeds, positions):
-        rows, columns = logits.shape
-        return super().sample(logits.as_strided((rows, columns), (columns, 1)), params, seeds, positions)
-
-
 class AcceptsImpossible(Race):
     """The acceptance test is not strict, and its uniform number is often 0."""
 
     def accepts(self, p, q, keys):
         u = (self.uniform(keys, 1)[:, 0] - 0.01).clamp(min=0.0)
         return (u * q <= p) & (q > 0)
-
-
-class StreamShifted(Race):
-    """With drafts the noise of the next position is taken."""
-
-    def verify(self, drafted, rule):
-        return super().verify(drafted._replace(positions=drafted.positions + 1), rule)
 
 
 class ResidualOfTarget(Race):
@@ -168,20 +201,6 @@ class LooksAtOneChild(Race):
         return super().walked(tree, alone, own)
 
 
-class ClampsDrafts(Race):
-    """Takes a draft that is no token for the nearest one."""
-
-    def verify(self, drafted, rule):
-        return super().verify(drafted._replace(drafts=drafted.drafts.clamp(0, self.vocab_size - 1)), rule)
-
-
-class HalfPrecision(Race):
-    """Rounds logits to 16 bits."""
-
-    def scaled(self, logits, params):
-        return super().scaled(logits.bfloat16(), params)
-
-
 class NanCrash(Race):
     """Raises where a logit is NaN."""
 
@@ -207,34 +226,6 @@ class OutOfRange(Race):
     def sample(self, logits, params, seeds, positions):
         tokens = super().sample(logits, params, seeds, positions)
         return torch.where(tokens < 0, self.vocab_size, tokens)
-
-
-class SilentStatus(Race):
-    """Reports nothing."""
-
-    def status(self, logits, params, seeds, positions):
-        return [set() for _ in seeds]
-
-
-class ShiftedLogprobs(Race):
-    """Logprobs are those of the next token."""
-
-    def logprobs(self, logits, params, token_ids):
-        return super().logprobs(logits, params, token_ids.roll(1))
-
-
-class LawBeforeFilters(Race):
-    """``probs`` forgets the filters."""
-
-    def probs(self, logits, params):
-        return super().probs(logits, [Params(each.temperature) for each in params])
-
-
-class FrozenReplay(Race):
-    """A replay keeps the positions of its capture."""
-
-    def capture(self, logits, params, seeds, positions):
-        return lambda x, p, s, _: self.sample(x, p, s, positions)
 
 
 class Buffered(Race):
@@ -334,32 +325,6 @@ class Exits(Race):
         return super().sample(logits, params, seeds, positions)
 
 
-class Undeclared(Race):
-    """Declares nothing."""
-
-    semantics = None
-
-
-class DeclaresDict(Race):
-    """Declares its choices in a dict."""
-
-    semantics: ClassVar = {"seeds": "row"}
-
-
-class PathOfOneBit(Race):
-    """Names another path, which takes one seed for another."""
-
-    def paths(self):
-        return {"one bit": OneBit}
-
-
-class PathOfOtherNoise(Race):
-    """Names another path, whose verifications have other noise."""
-
-    def paths(self):
-        return {"other noise": OtherNoise}
-
-
 class PadsOddRows(Race):
     """Pads a row of odd length by a zero, and draws it too."""
 
@@ -421,71 +386,52 @@ class Slow(Replays):
         return tokens
 
 
-FOUND_BY = {
-    "law.no_filter": Biased,
-    "law.top_p_boundary": KeepsOneTooMany,
-    "law.top_p_base": DropsTop_p,
-    "law.top_k_ties": TiesByValue,
-    "law.large_logits": HalfPrecision,
-    "law.greedy_ties": LastOfTies,
-    "law.probs": LawBeforeFilters,
-    "law.logprobs": ShiftedLogprobs,
-    "determinism.twice": Stateful,
-    "determinism.alone": KeyedByRow,
-    "determinism.order": KeyedByRow,
-    "determinism.batch_size": KeyedBySize,
-    "determinism.batchmates": BatchDependent,
-    "determinism.equal_rows": KeyedByRow,
-    "determinism.strides": ReadsStorage,
-    "determinism.other_work": Stateful,
-    "determinism.preemption": KeyedBySize,
-    "determinism.new_process": OfItsProcess,
-    "determinism.replay": FrozenReplay,
-    "randomness.seed_1": SeedIgnored,
-    "randomness.seed_2**32": SeedOf32Bits,
-    "randomness.seed_2**63": SeedOf32Bits,
-    "randomness.position_1": SeedReused,
-    "randomness.position_2**32": SeedReused,
-    "randomness.serial": SeedReused,
-    "randomness.serial_top_p": SeedReused,
-    "randomness.swapped": SeedPlusPosition,
-    "randomness.sum": SeedPlusPosition,
-    "randomness.seed_negative": SeedIgnored,
-    "randomness.unseeded": UnseededAlike,
-    "verification.one_hot": ResidualOfTarget,
-    "verification.drawn": ResidualOfTarget,
-    "verification.own_drafts": SharesNoise,
-    "verification.stream": StreamShifted,
-    "verification.impossible": AcceptsImpossible,
-    "verification.impossible_drawn": AcceptsImpossible,
-    "verification.out_of_range": ClampsDrafts,
-    "verification.counters": CountsPastRejection,
-    "verification.trees": LooksAtOneChild,
-    "robustness.nan": NanCrash,
-    "robustness.all_masked": OutOfRange,
-    "robustness.padded_vocab": DrawsPadding,
-    "robustness.inputs": InPlace,
-    "robustness.status": SilentStatus,
-    "determinism.paths": PathOfOneBit,
-    "verification.paths": PathOfOtherNoise,
-    "robustness.single_token": PadsOddRows,
-    "robustness.empty_batch": NeedsARow,
-    "robustness.large_offsets": OffsetsOf32Bits,
+FAULTS = {
+    Biased: ["law.no_filter"],
+    KeepsOneTooMany: ["law.top_p_boundary"],
+    DropsTop_p: ["law.top_p_base"],
+    TiesByValue: ["law.top_k_ties"],
+    HalfPrecision: ["law.large_logits"],
+    LawBeforeFilters: ["law.probs"],
+    ShiftedLogprobs: ["law.logprobs"],
+    Stateful: ["determinism.twice", "determinism.other_work"],
+    KeyedByRow: ["determinism.alone", "determinism.order", "determinism.equal_rows"],
+    KeyedBySize: ["determinism.batch_size", "determinism.preemption"],
+    BatchDependent: ["determinism.batchmates"],
+    ReadsStorage: ["determinism.strides"],
+    OfItsProcess: ["determinism.new_process"],
+    FrozenReplay: ["determinism.replay"],
+    SeedIgnored: ["randomness.seed_1", "randomness.seed_negative"],
+    SeedOf32Bits: ["randomness.seed_2**32", "randomness.seed_2**63"],
+    SeedReused: ["randomness.position_1", "randomness.position_2**32", "randomness.serial", "randomness.serial_top_p"],
+    SeedPlusPosition: ["randomness.swapped", "randomness.sum"],
+    UnseededAlike: ["randomness.unseeded"],
+    ResidualOfTarget: ["verification.one_hot", "verification.drawn"],
+    SharesNoise: ["verification.own_drafts"],
+    StreamShifted: ["verification.stream"],
+    AcceptsImpossible: ["verification.impossible", "verification.impossible_drawn"],
+    ClampsDrafts: ["verification.out_of_range"],
+    CountsPastRejection: ["verification.counters"],
+    LooksAtOneChild: ["verification.trees"],
+    NanCrash: ["robustness.nan"],
+    OutOfRange: ["robustness.all_masked"],
+    DrawsPadding: ["robustness.padded_vocab"],
+    InPlace: ["robustness.inputs"],
+    MovesPositions: ["robustness.inputs"],
+    RewritesParents: ["robustness.inputs"],
+    SortsIds: ["robustness.inputs"],
+    ForgetsSeeds: ["robustness.inputs"],
+    SilentStatus: ["robustness.status"],
+    PathOfOneBit: ["determinism.paths"],
+    PathOfOtherNoise: ["verification.paths"],
+    PadsOddRows: ["robustness.single_token"],
+    NeedsARow: ["robustness.empty_batch"],
+    OffsetsOf32Bits: ["robustness.large_offsets"],
+    StaticBuffer: ["determinism.twice", "determinism.strides", "determinism.other_work"],
+    Exits: ["robustness.empty_batch"],
+    LastOfTies: ["law.greedy_ties", "robustness.infinity"],
 }
-"""The question that is meant for a fault, and a sampler that has it."""
-
-ALSO_FOUND = (
-    ("determinism.twice", StaticBuffer),
-    ("determinism.strides", StaticBuffer),
-    ("determinism.other_work", StaticBuffer),
-    ("robustness.empty_batch", Exits),
-    ("robustness.infinity", LastOfTies),
-    ("robustness.inputs", MovesPositions),
-    ("robustness.inputs", RewritesParents),
-    ("robustness.inputs", SortsIds),
-    ("robustness.inputs", ForgetsSeeds),
-)
-"""More faults of such questions."""
+"""Samplers by their fault, and the questions that are meant for it."""
 
 COSTLY = {
     "cost.allocations": Allocates,

@@ -1,10 +1,11 @@
 """Every fault is found by the question that is meant for it, and a sampler that is right passes all questions."""
 
 import functools
-from unittest import mock
+from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_sampler.conformance import QUICK, Bench, Effort, Outcome, Semantics, ask, chosen, ours, peers
 from compiled_sampler.conformance.evidence import FALSE_ALARM
@@ -12,14 +13,7 @@ from compiled_sampler.conformance.ours import Graph
 from compiled_sampler.conformance.questions import cost, law
 from compiled_sampler.conformance.suite import QUESTIONS
 from tests.compiled_sampler.conformance.adapters import broken_adapters
-from tests.compiled_sampler.conformance.adapters.broken_adapters import (
-    ALSO_FOUND,
-    COSTLY,
-    FOUND_BY,
-    Allocates,
-    Replays,
-    Waits,
-)
+from tests.compiled_sampler.conformance.adapters.broken_adapters import COSTLY, FAULTS, Replays
 from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 
 SMALL = Effort(2**15, 2**15, 2**13, 2**12, 1, 100, 5.0, 60.0, 1000, broken_adapters.LIMIT)
@@ -56,7 +50,7 @@ def test_a_run_keeps_its_bound_on_false_alarms(right_results):
     assert 0.0 < 2.0 * sum(each.false_alarm for each in right_results.values()) < FALSE_ALARM
 
 
-@pytest.mark.parametrize(("name", "target"), [*FOUND_BY.items(), *ALSO_FOUND])
+@pytest.mark.parametrize(("name", "target"), [(name, fault) for fault, names in FAULTS.items() for name in names])
 def test_a_fault_is_found_by_its_question(name, target):
     bench = bench_of(target, name, f"{target.__module__}:{target.__name__}")
     (question,) = chosen([name])
@@ -65,12 +59,19 @@ def test_a_fault_is_found_by_its_question(name, target):
     assert name in result.repeat
 
 
+ASKED = ("robustness", "verification.counters", "verification.stream", "law.probs", "law.logprobs", "determinism.*")
+
+
 @pytest.mark.parametrize(
-    ("target", "failed"), [(broken_adapters.InPlace, {"robustness.inputs"}), (broken_adapters.Consumes, set())]
+    ("target", "names", "failed"),
+    [
+        (broken_adapters.InPlace, ASKED, {"robustness.inputs"}),
+        (broken_adapters.Consumes, ASKED, set()),
+        (broken_adapters.TakesAnyOfTies, ["robustness.infinity"], set()),
+    ],
 )
-def test_a_right_sampler_that_writes_its_logits_fails_one_question_unless_it_declares_so(target, failed):
+def test_a_right_sampler_with_a_choice_of_its_own_fails_one_question_unless_it_declares_it(target, names, failed):
     bench = Bench(target, None, torch.device("cpu"), BRIEF)
-    names = ("robustness", "verification.counters", "verification.stream", "law.probs", "law.logprobs", "determinism.*")
     results = [ask(bench, each) for each in chosen(names)]
     assert {each.question for each in results if each.outcome is Outcome.FAILED} == failed
 
@@ -82,11 +83,12 @@ def test_a_sampler_that_declares_no_order_of_greedy_ties_may_take_any():
         assert result.outcome is Outcome.PASSED, result
 
 
-@pytest.mark.parametrize("target", [broken_adapters.Undeclared, broken_adapters.DeclaresDict])
-def test_what_is_declared_wrongly_is_named(target):
+@pytest.mark.parametrize(
+    ("target", "got"), [(broken_adapters.Undeclared, "nothing"), (broken_adapters.DeclaresDict, "dict")]
+)
+def test_what_is_declared_wrongly_is_named(target, got):
     result = ask(bench_of(target), *chosen(["law.greedy"]))
     assert result.outcome is Outcome.FAILED
-    got = "nothing" if target is broken_adapters.Undeclared else "dict"
     assert f"must declare `semantics = Semantics(...)`, got {got}" in result.detail
 
 
@@ -95,45 +97,39 @@ def test_a_tail_that_is_cut_off_is_found(target, wanted):
     assert law.tail(bench_of(target), 1e-4).is_kept == wanted
 
 
-@pytest.mark.parametrize("section", ["law", "determinism", "randomness", "robustness"])
-def test_plain_torch_keeps_what_it_declares(section):
-    bench = Bench(peers.PlainTorch, None, torch.device("cpu"), BRIEF)
-    questions = [each for each in chosen([section]) if "tail" not in each.name]
-    failed = [each for each in map(functools.partial(ask, bench), questions) if each.outcome is Outcome.FAILED]
-    assert failed == []
+QUICK_OF_OURS = ("law.mixed_filters", "law.top_k_ties", "law.top_p_b*", "determinism.batchmates", "determinism.order")
+QUICK_OF_OURS += ("randomness.swapped", "verification.own_drafts", "verification.counters", "robustness")
 
 
-QUICK_OF_OURS = (
-    "law.mixed_filters",
-    "law.top_k_ties",
-    "law.top_p_b*",
-    "determinism.batchmates",
-    "determinism.order",
-    "randomness.swapped",
-    "verification.own_drafts",
-    "verification.counters",
-    "robustness",
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [(peers.PlainTorch, [section]) for section in ("law", "determinism", "randomness", "robustness")]
+    + [(ours.Eager, QUICK_OF_OURS)],
 )
-
-
-def test_ours_passes():
-    bench = Bench(ours.Eager, "ours-eager", torch.device("cpu"), BRIEF)
-    failed = [each for each in (ask(bench, q) for q in chosen(QUICK_OF_OURS)) if each.outcome is Outcome.FAILED]
-    assert failed == []
+def test_shipped_samplers_keep_what_they_declare(target, names):
+    bench = Bench(target, None, torch.device("cpu"), BRIEF)
+    results = [ask(bench, each) for each in chosen(names) if "tail" not in each.name]
+    assert [each for each in results if each.outcome is Outcome.FAILED] == []
 
 
 def test_every_question_has_a_control_or_shares_the_test_of_one_that_has():
-    same_test = {f"law.{name}" for name in law.PARAMS} | {f"law.tail_1e-{n}" for n in (7, 8)}
-    same_test |= {"law.16_bits", "law.flat_row", "law.one_token", "law.kept_set"}
-    same_test |= {"robustness.infinity", "robustness.largest_floats"}
-    assert {each.name for each in QUESTIONS} - set(FOUND_BY) - set(COSTLY) <= same_test
+    covered = {*COSTLY}.union(*FAULTS.values())
+    covered |= {f"law.{name}" for name in law.PARAMS} | {f"law.tail_1e-{n}" for n in (7, 8)}
+    covered |= {"law.16_bits", "law.flat_row", "law.one_token", "law.kept_set", "robustness.largest_floats"}
+    assert {each.name for each in QUESTIONS} <= covered
 
 
-class Simulated:
+class Simulated(TorchDispatchMode):
     """A device that counts the clones and reads of tensors, and is busy until one is read."""
 
     def __init__(self):
+        super().__init__()
         self.allocated, self.is_busy = 0, False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.allocated += function is torch.ops.aten.clone.default
+        self.is_busy &= function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
 
     def settle(self):
         self.is_busy = False
@@ -149,29 +145,18 @@ class Simulated:
 @pytest.fixture
 def device(monkeypatch):
     """The simulated device, instead of the one that is measured."""
-    made = Simulated()
-    monkeypatch.setattr(cost, "Device", lambda bench: made)
-    allocates, waits = Allocates.replayed, Waits.replayed
-
-    def counted(self, tokens):
-        made.allocated += 1
-        return allocates(self, tokens)
-
-    def waited(self, tokens):
-        made.is_busy = False
-        return waits(self, tokens)
-
-    with mock.patch.object(Allocates, "replayed", counted), mock.patch.object(Waits, "replayed", waited):
-        yield made
+    with Simulated() as made:
+        monkeypatch.setattr(cost, "Device", lambda bench: made)
+        yield
 
 
 def asked(target, name, where):
-    (question,) = chosen([name])
-    return ask(Bench(target, None, torch.device(where), QUICK), question)
+    return ask(Bench(target, None, torch.device(where), QUICK), *chosen([name]))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("name", COSTLY)
-def test_a_simulated_cost_is_found_by_its_question_alone(device, name):
+def test_a_simulated_cost_is_found_by_its_question_alone(name):
     assert asked(Replays, name, "cpu").outcome is Outcome.PASSED
     found = {each for each in COSTLY if asked(COSTLY[name], each, "cpu").outcome is Outcome.FAILED}
     assert found == {name}
@@ -225,20 +210,20 @@ class Unsigned(Strict):
     """As an engine whose seeds are those of int64 that are not negative."""
 
     taken, farthest = (0, 2**63 - 1), 2**63 - 1
-    semantics = Semantics(padded_vocab=True, rules=("match", "rejection"), seed_range=taken)
+    semantics = replace(Race.semantics, seed_range=taken)
 
 
 class Short(Strict):
     """As an engine of 31-bit seeds and positions."""
 
     taken, farthest = (0, 2**31 - 1), 2**31 - 1
-    semantics = Semantics(padded_vocab=True, rules=("match", "rejection"), seed_range=taken, largest_position=farthest)
+    semantics = replace(Race.semantics, seed_range=taken, largest_position=farthest)
 
 
 class Undeclared(Unsigned):
     """Declares every seed."""
 
-    semantics = Semantics(padded_vocab=True, rules=("match", "rejection"))
+    semantics = Race.semantics
 
 
 OUT_OF_RANGE = {
@@ -254,18 +239,13 @@ def results(target):
 
 
 @pytest.mark.parametrize("target", OUT_OF_RANGE)
-def test_no_question_leaves_the_declared_ranges(target):
-    failed = [each for each in results(target).values() if each.outcome is Outcome.FAILED]
-    assert failed == []
-
-
-@pytest.mark.parametrize("target", OUT_OF_RANGE)
-def test_what_needs_more_is_not_asked_and_says_why(target):
-    refused = {n: r for n, r in results(target).items() if "seed_range" in r.detail or "largest_position" in r.detail}
+def test_no_question_leaves_the_declared_ranges_and_what_needs_more_is_not_asked_and_says_why(target):
+    found = results(target)
+    assert [each for each in found.values() if each.outcome is Outcome.FAILED] == []
+    refused = {n: r for n, r in found.items() if "seed_range" in r.detail or "largest_position" in r.detail}
     assert set(refused) == OUT_OF_RANGE[target]
     assert {each.outcome for each in refused.values()} == {Outcome.NOT_ASKED}
-    wanted = f"declared: seed_range={target.taken}"
-    assert refused["randomness.seed_negative"].detail == wanted
+    assert refused["randomness.seed_negative"].detail == f"declared: seed_range={target.taken}"
 
 
 def test_a_range_that_is_not_kept_is_a_failure():

@@ -1,17 +1,15 @@
 """Draws that are replayed, on recordings: they are those of the adapter without graphs, and come when they may."""
 
 import itertools
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from compiled_sampler.functional import arguments
 from compiled_sampler.integrations.sglang import replays
-from compiled_sampler.integrations.sglang.replays import Drawn, ReplayedDraws
+from compiled_sampler.integrations.sglang.replays import ReplayedDraws
 from graph_cache.buffers import StaticTensors
 from tests.engines.sglang_engine import KINDS, LAWS, batch_info, engine, outputs_of
 from tests.graph_cache.recorded import RecordingBackend
@@ -31,7 +29,7 @@ OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
 @pytest.fixture(autouse=True, params=KINDS)
-def modules(request: pytest.FixtureRequest) -> Iterator[None]:
+def modules(request):
     with engine(request.param):
         yield
 
@@ -39,7 +37,7 @@ def modules(request: pytest.FixtureRequest) -> Iterator[None]:
 class Replayed:
     """Draws on recordings, whose stages are compiled unless a test says otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         """Nothing is captured."""
         self.stages: Any = SimpleNamespace(num_uncompiled_calls=0, are_settled=True, lacks_kernels=False)
         self.backend = RecordingBackend()
@@ -50,7 +48,7 @@ class Replayed:
         self.num_direct = 0
         self.draws = ReplayedDraws(self.draw, self.stages, torch.empty(1, VOCAB), self.backend)
 
-    def draw(self, mode: str, **tensors: Tensor) -> Drawn:
+    def draw(self, mode, **tensors):
         """As the adapter draws."""
         from compiled_sampler.integrations.sglang.drawing import drawn_tokens
 
@@ -60,7 +58,7 @@ class Replayed:
             raise RuntimeError("planted")
         return drawn_tokens("eager", mode, **tensors)
 
-    def steps(self, mode: str, count: int, vocab_size: int = VOCAB) -> list[Tensor]:
+    def steps(self, mode, count, vocab_size=VOCAB):
         """Tokens of some steps of a batch, each compared with those that it draws without graphs."""
         from compiled_sampler.integrations.sglang.drawing import drawn_tokens, mode_name, row_inputs
 
@@ -77,11 +75,11 @@ class Replayed:
 
 
 @pytest.fixture
-def replayed() -> Replayed:
+def replayed():
     return Replayed()
 
 
-def test_each_mode_and_bucket_is_captured_once_behind_a_batch_without_a_graph(replayed: Replayed) -> None:
+def test_each_mode_and_bucket_is_captured_once_behind_a_batch_without_a_graph(replayed):
     for mode in [*BATCHES] * 3:
         replayed.steps(mode, 3)
     assert replayed.backend.num_captures == len(BATCHES)
@@ -91,13 +89,13 @@ def test_each_mode_and_bucket_is_captured_once_behind_a_batch_without_a_graph(re
     assert replayed.backend.num_captures == len(BATCHES) + 1
 
 
-def test_a_batch_without_a_variant_of_its_bucket_is_not_padded_to_a_larger_one(replayed: Replayed) -> None:
+def test_a_batch_without_a_variant_of_its_bucket_is_not_padded_to_a_larger_one(replayed):
     replayed.draws("greedy", torch.randn(200, VOCAB), {})
     replayed.draws("greedy", torch.randn(1, VOCAB), {})
     assert (replayed.backend.num_captures, replayed.backend.num_replays) == (2, 0)
 
 
-def test_tokens_of_a_step_stay_when_later_ones_are_replayed(replayed: Replayed) -> None:
+def test_tokens_of_a_step_stay_when_later_ones_are_replayed(replayed):
     drawn = replayed.steps("full", 6)
     kept = [tokens.clone() for tokens in drawn]
     replayed.steps("top_k_top_p[64]", 6)
@@ -105,9 +103,7 @@ def test_tokens_of_a_step_stay_when_later_ones_are_replayed(replayed: Replayed) 
     assert len({tokens.data_ptr() for tokens in drawn}) == 6
 
 
-def test_batches_behind_the_last_bucket_or_of_another_form_run_without_a_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_batches_behind_the_last_bucket_or_of_another_form_run_without_a_graph(monkeypatch):
     monkeypatch.setattr(replays, "MOST_LOGITS_BYTES", 7 * VOCAB * 4)
     replayed = Replayed()
     replayed.steps("full", 3)  # of 7 rows
@@ -120,8 +116,8 @@ def test_batches_behind_the_last_bucket_or_of_another_form_run_without_a_graph(
 
 
 @pytest.mark.parametrize("lack", ["an uncompiled call", "a stage in the queue", "a kernel", "another capture"])
-def test_nothing_is_captured_while_something_lacks(replayed: Replayed, lack: str) -> None:
-    def set_lack(lacks: bool) -> None:
+def test_nothing_is_captured_while_something_lacks(replayed, lack):
+    def set_lack(lacks):
         replayed.uncompiled_rows = {3} if lacks and lack == "an uncompiled call" else set()
         replayed.stages.are_settled = not (lacks and lack == "a stage in the queue")
         replayed.stages.lacks_kernels = lacks and lack == "a kernel"
@@ -135,7 +131,7 @@ def test_nothing_is_captured_while_something_lacks(replayed: Replayed, lack: str
     assert (replayed.backend.num_captures, replayed.backend.num_replays) == (1, 1)
 
 
-def test_a_variant_waits_for_stages_of_its_bucket(replayed: Replayed, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_variant_waits_for_stages_of_its_bucket(replayed, caplog):
     replayed.refused_rows = {4}  # batches have 3 rows
     replayed.steps("min_p", 1)
     replayed.stages.are_settled = False  # the attempt has asked for them
@@ -148,10 +144,8 @@ def test_a_variant_waits_for_stages_of_its_bucket(replayed: Replayed, caplog: py
 
 
 @pytest.mark.parametrize("reason", ["capture", "memory", "stage"])
-def test_a_variant_that_cannot_be_captured_is_logged_once_and_its_tokens_stay(
-    replayed: Replayed, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
-    def no_memory(*_: Any, **__: Any) -> None:
+def test_a_variant_that_cannot_be_captured_is_logged_once_and_its_tokens_stay(replayed, caplog, monkeypatch, reason):
+    def no_memory(*_, **__):
         raise torch.OutOfMemoryError("planted")
 
     with monkeypatch.context() as patch:
@@ -174,7 +168,7 @@ def test_a_variant_that_cannot_be_captured_is_logged_once_and_its_tokens_stay(
 @pytest.mark.parametrize(
     "names", [names for count in range(4) for names in itertools.combinations(OFF, count)], ids=str
 )
-def test_the_mode_of_a_batch_is_that_which_its_numbers_choose(names: tuple[str, ...]) -> None:
+def test_the_mode_of_a_batch_is_that_which_its_numbers_choose(names):
     from compiled_sampler.integrations.sglang.drawing import filter_rows, mode_name
 
     limits = {"top_k": 100, "top_p": 0.9, "min_p": 0.1}
@@ -187,9 +181,7 @@ def test_the_mode_of_a_batch_is_that_which_its_numbers_choose(names: tuple[str, 
     assert {*names} <= filter_rows(mode.name, info).keys()
 
 
-def test_the_adapter_draws_by_replays_where_it_has_some_and_has_none_on_the_cpu(
-    replayed: Replayed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_adapter_draws_by_replays_where_it_has_some_and_has_none_on_the_cpu(replayed, monkeypatch):
     from compiled_sampler.integrations.sglang.drawing import CompiledSampler
 
     sampler, plain = CompiledSampler("auto"), CompiledSampler("eager")
@@ -203,13 +195,13 @@ def test_the_adapter_draws_by_replays_where_it_has_some_and_has_none_on_the_cpu(
     assert replayed.backend.num_replays == 3
 
 
-def test_no_replay_is_made_of_eager_draws_or_on_another_streams_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_replay_is_made_of_eager_draws_or_on_another_streams_buffers(monkeypatch):
     from compiled_sampler.integrations.sglang import drawing
 
     stream = SimpleNamespace(cuda_stream=1)
     monkeypatch.setattr(drawing, "ReplayedDraws", lambda *_: SimpleNamespace())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
-    logits: Any = SimpleNamespace(is_cuda=True, device="cuda")
+    logits = SimpleNamespace(is_cuda=True, device="cuda")
     assert drawing.CompiledSampler("eager")._replays_for(logits) is None
     sampler = drawing.CompiledSampler("compiled")
     first = sampler._replays_for(logits)

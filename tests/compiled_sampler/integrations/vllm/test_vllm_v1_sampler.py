@@ -1,7 +1,6 @@
 """What the sampler of a V1 runner keeps and returns: slots by request id, and results in vLLM's forms."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,42 +9,37 @@ pytest.importorskip("vllm")
 
 import torch
 
-from compiled_sampler import Logprobs, Sampler, SamplingParams
+from compiled_sampler import Sampler
 from compiled_sampler.integrations.vllm.engine_sampler import (
     EngineSampler,
     GaplessLogprobs,
-    logprob_columns,
     with_endings,
     without_gaps,
 )
 from compiled_sampler.integrations.vllm.parameters import Settings
 from compiled_sampler.integrations.vllm.v1_sampler import BatchRequests, CheckedRequest
-from tests.engines.vllm_stand_in import Given
-from tests.engines.vllm_stand_in import runner as v1_runner
+from tests.engines.vllm_stand_in import Given, runner
 
 pytestmark = pytest.mark.full
 
 PENALTIES = {"temperature": 0.0, "repetition_penalty": 2.0, "seed": 1}
 
 
-def state(request_id: str, prompt: list[int] | None = None, drawn: tuple[int, ...] = (), **given: Any) -> Any:
-    prompt = [1, 2] if prompt is None else prompt
-    fields = {"prompt_token_ids": prompt, "num_prompt_tokens": len(prompt), "output_token_ids": list(drawn)}
+def state(request_id, prompt=(1, 2), drawn=(), **given):
+    fields = {"prompt_token_ids": list(prompt), "num_prompt_tokens": len(prompt), "output_token_ids": list(drawn)}
     return SimpleNamespace(req_id=request_id, sampling_params=Given(**given), **fields)
 
 
 class Slots:
     """The requests of batches in the slots of a sampler."""
 
-    def __init__(self) -> None:
-        config = v1_runner().vllm_config
-        config.model_config.seed, config.model_config.max_model_len = 0, 31
+    def __init__(self):
         given = 50, 3, torch.zeros(1, 50), Settings(backend="eager"), torch.int32
-        self.engine = EngineSampler(config, *given)
+        self.engine = EngineSampler(runner().vllm_config, *given)
         self.sampler: Sampler = self.engine.sampler
         self.requests = BatchRequests(self.engine)
 
-    def of_batch(self, states: list[Any], refused: dict[str, str] | None = None) -> list[int]:
+    def of_batch(self, states, refused=None):
         """The slots of a batch, some of whose requests are refused."""
         checked = {}
         for each in states:
@@ -56,11 +50,11 @@ class Slots:
 
 
 @pytest.fixture
-def slots() -> Slots:
+def slots():
     return Slots()
 
 
-def test_a_request_keeps_its_slot_while_it_is_in_the_batch_and_frees_it_behind(slots: Slots) -> None:
+def test_a_request_keeps_its_slot_while_it_is_in_the_batch_and_frees_it_behind(slots):
     a, b, c, d = (state(name, seed=place) for place, name in enumerate("abcd"))
     first = slots.of_batch([a, b, c])
     assert slots.of_batch([c, a, b]) == [first[2], first[0], first[1]]
@@ -72,7 +66,7 @@ def test_a_request_keeps_its_slot_while_it_is_in_the_batch_and_frees_it_behind(s
     assert slots.sampler.num_free_slots == 3
 
 
-def test_an_id_that_comes_again_for_another_request_or_a_longer_prompt_is_added_again(slots: Slots) -> None:
+def test_an_id_that_comes_again_for_another_request_or_a_longer_prompt_is_added_again(slots):
     sampler, session = slots.sampler, state("a", **PENALTIES)
     (slot,) = slots.of_batch([session])
     session.prompt_token_ids, session.num_prompt_tokens = [1, 2, 40], 3
@@ -84,7 +78,7 @@ def test_an_id_that_comes_again_for_another_request_or_a_longer_prompt_is_added_
     assert sampler.request(slot).seed == 9
 
 
-def test_a_preempted_request_comes_back_with_all_its_tokens(slots: Slots) -> None:
+def test_a_preempted_request_comes_back_with_all_its_tokens(slots):
     sampler, logits = slots.sampler, torch.zeros(1, 50)
     logits[0, 40], logits[0, 7] = 1.0, 0.9
     back = state("a", drawn=(40,), **PENALTIES)
@@ -94,9 +88,7 @@ def test_a_preempted_request_comes_back_with_all_its_tokens(slots: Slots) -> Non
     assert sampler.sample(sampler.plan([slot]), logits, torch.tensor([3])).tolist() == [7]
 
 
-def test_tokens_that_the_host_does_not_know_end_their_request_alone_and_only_where_they_are_read(
-    slots: Slots, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tokens_that_the_host_does_not_know_end_their_request_alone_and_only_where_they_are_read(slots, caplog):
     """An error in a step would end the engine for every request."""
     unread, read, other = state("a", drawn=(4, -1), seed=1), state("b", drawn=(4, -1), **PENALTIES), state("c")
     biased = state("d", drawn=(4, -1), logit_bias={3: 1.0})
@@ -110,7 +102,7 @@ def test_tokens_that_the_host_does_not_know_end_their_request_alone_and_only_whe
     assert slots.of_batch([state("e")], {"e": "top_k"}) == [-1]
 
 
-def test_prompts_of_embeddings_and_ids_that_no_logit_has_count_for_nothing(slots: Slots) -> None:
+def test_prompts_of_embeddings_and_ids_that_no_logit_has_count_for_nothing(slots):
     """Placeholders of images are such ids; ``min_tokens`` counts them, and an eos that no logit has masks nothing."""
     least = {"temperature": 0.0, "min_tokens": 2, "_all_stop_token_ids": {7, 60}, "seed": 1}
     embedded = state("a", [0, 0], **least)
@@ -123,13 +115,13 @@ def test_prompts_of_embeddings_and_ids_that_no_logit_has_count_for_nothing(slots
     assert sampler.sample(sampler.plan(held), logits, torch.tensor([4, 4])).tolist() == [7, 1]  # 3 was drawn
 
 
-def test_a_batch_knows_the_tokens_that_end_its_requests(slots: Slots) -> None:
+def test_a_batch_knows_the_tokens_that_end_its_requests(slots):
     made = slots.of_batch([state("a", _eos_token_id=5), state("b", _eos_token_id=6)])
     assert slots.engine.planned(np.array(made)).ending.tolist() == [5, 6]
     assert slots.engine.planned(np.array([made[1], -1]), None, {1: 6}).ending == 6
 
 
-def test_the_rows_of_a_batch_that_stays_are_found_again(slots: Slots) -> None:
+def test_the_rows_of_a_batch_that_stays_are_found_again(slots):
     states = {name: state(name, seed=1) for name in "ab"}
     slots.of_batch([states["a"], states["b"]])
     batch = SimpleNamespace(req_ids=["a", "b"], num_reqs=2, num_prompt_tokens=np.array([2, 2, 9], np.int32))
@@ -143,7 +135,7 @@ def test_the_rows_of_a_batch_that_stays_are_found_again(slots: Slots) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_a_request_that_would_get_no_token_gets_the_one_that_ends_it(dtype: torch.dtype) -> None:
+def test_a_request_that_would_get_no_token_gets_the_one_that_ends_it(dtype):
     drawn = torch.tensor([3, -1, 5], dtype=dtype)
     made = with_endings(drawn, torch.tensor([7, 8, 9]))
     assert made.dtype == dtype
@@ -153,7 +145,7 @@ def test_a_request_that_would_get_no_token_gets_the_one_that_ends_it(dtype: torc
     assert drawn.tolist() == [3, -1, 5]
 
 
-def test_gaps_after_the_kept_tokens_are_filled_with_other_tokens_on_the_host() -> None:
+def test_gaps_after_the_kept_tokens_are_filled_with_other_tokens_on_the_host():
     given = np.array([[2, 2, 0, -1, -1], [4, 4, 3, 2, 1], [1, 1, -1, -1, -1]])
     assert without_gaps(given).tolist() == [[2, 2, 0, 1, 3], [4, 4, 3, 2, 1], [1, 1, 0, 2, 3]]
     of_all = without_gaps(np.array([[5, 5, 2, 0, -1, -1, -1]]))
@@ -161,24 +153,3 @@ def test_gaps_after_the_kept_tokens_are_filled_with_other_tokens_on_the_host() -
     made = GaplessLogprobs(torch.tensor([[2, 2, -1]]), torch.zeros(1, 3), torch.tensor([1]))
     for each in (made, made.to_cpu_nonblocking(), made.filter(torch.tensor([True]))):
         assert each.tolists().logprob_token_ids.tolist() == [[2, 2, 0]]
-
-
-def test_columns_begin_with_the_drawn_token_with_drafts_and_without() -> None:
-    sampler = Sampler(50, 2, backend="eager")
-    slots = [sampler.add_request(SamplingParams(seed=seed)) for seed in (1, 2)]
-    logits, wanted, positions = torch.randn(2, 50), Logprobs(top=3, rank=True), torch.tensor([4, 9])
-    drawn = sampler.sample(sampler.plan(slots), logits, positions, logprobs=wanted)
-    plain = logprob_columns(drawn.token_ids[:, None].int(), drawn.logprobs, 3)
-    plan = sampler.plan(slots, num_drafts=[0, 1])
-    rows, drafts = torch.cat([logits, torch.randn(1, 50)]), drawn.token_ids[1:]
-    verified = sampler.verify(plan, rows, drafts, positions, logprobs=wanted)
-    ragged = logprob_columns(verified.token_ids.int(), verified.logprobs, 3)
-    assert [tuple(each.shape) for each in plain] == [(2, 4), (2, 4), (2,)]
-    assert [tuple(each.shape) for each in ragged] == [(4, 4), (4, 4), (4,)]
-    for one, two in zip(plain, ragged, strict=True):
-        assert torch.equal(one, two[[0, 2]])
-    ids, logprobs, ranks = plain
-    assert ids[:, 0].tolist() == drawn.tolist()
-    law = logits.log_softmax(-1)
-    torch.testing.assert_close(logprobs, law.gather(1, ids.long()))
-    assert ranks.tolist() == [(law[row] > law[row, token]).sum() + 1 for row, token in enumerate(drawn.tolist())]

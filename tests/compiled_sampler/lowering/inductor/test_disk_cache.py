@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from filelock import FileLock
-from torch import Tensor
 from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor.runtime import cache_dir_utils
 
@@ -34,21 +33,21 @@ from tests.builders.sampler import nothing_compiles
 CPU = torch.device("cpu")
 
 
-def scaled(x: Tensor, *, factor: int) -> Tensor:
+def scaled(x, *, factor):
     return x * factor + 1
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(cache_dir_utils, "cache_dir", lambda: str(tmp_path))
     return tmp_path / "compiled_sampler"
 
 
-def kept(folder: Path) -> list[Path]:
+def kept(folder):
     return [file for file in folder.rglob("*") if file.is_file()]
 
 
-def compilations(x: Tensor, factor: int = 2, run: CompiledStages | None = None) -> int:
+def compilations(x, factor=2, run=None):
     """How often ``torch.compile`` is called for a stage, by compiled stages that know none unless they are given."""
     with mock.patch.object(torch, "compile", wraps=torch.compile) as compiling:
         assert torch.equal((run or CompiledStages())(scaled, x, factor=factor), scaled(x, factor=factor))
@@ -159,23 +158,16 @@ def test_the_name_of_a_file_tells_all_that_it_depends_on(folder, monkeypatch):
     assert first == path()
 
 
-def test_a_source_in_a_subfolder_changes_the_key(tmp_path):
-    package = tmp_path / "package"
+def test_a_source_in_a_subfolder_changes_the_key_which_holds_the_hash_of_this_package(tmp_path):
+    package, hashes = tmp_path / "package", set()
     source = package / "exact" / "triton" / "race.py"
     source.parent.mkdir(parents=True)
-    hashes = []
-    for text in ("x = 1", "x = 2"):
-        source.write_text(text, encoding="utf-8")
+    for place, text in ((source, "x = 1"), (source, "x = 2"), (package / "race.py", "x = 2")):
+        place.write_text(text, encoding="utf-8")
         disk_cache.hash_of.cache_clear()  # a process reads a source once
-        hashes.append(disk_cache.library_hash(package))
-    (package / "race.py").write_text("x = 2", encoding="utf-8")
-    hashes.append(disk_cache.library_hash(package))
-    assert len(set(hashes)) == 3
-
-
-def test_the_key_holds_the_hash_of_this_package():
-    package = Path(compiled_sampler.__file__).parent
-    assert disk_cache.library_hash(package) in disk_cache._library()
+        hashes.add(disk_cache.library_hash(package))
+    assert len(hashes) == 3
+    assert disk_cache.library_hash(Path(compiled_sampler.__file__).parent) in disk_cache._library()
 
 
 @pytest.mark.parametrize("setting", [{"fx_graph_cache": False}, {"force_disable_caches": True}])
@@ -195,7 +187,7 @@ def test_a_damaged_file_is_compiled_again_and_mended(folder, kept_bytes):
 
 
 def test_other_triton_kernels_of_the_process_are_neither_stored_nor_replaced(folder):
-    def kernel_of_an_engine() -> None:
+    def kernel_of_an_engine():
         """Of no module, so that it cannot be stored."""
 
     with mock.patch.multiple(
@@ -233,7 +225,7 @@ def test_a_file_for_other_numbers_of_rows_is_left_alone(folder):
 
 
 def test_shapes_that_a_stage_was_not_made_for_are_compiled_anew():
-    def pairwise(x: Tensor, y: Tensor) -> Tensor:
+    def pairwise(x, y):
         return x + y  # makes their numbers of rows equal
 
     run, x = CompiledStages(), torch.randn(3, 5)

@@ -4,16 +4,13 @@ import re
 
 import pytest
 import torch
-from torch import Tensor
-from torch._inductor.codegen.cpp import CppVecOverrides
-from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 from torch._inductor.utils import run_and_get_code
 
 from compiled_sampler.core.rows import gather_rows
 from compiled_sampler.lowering.compiled_stages import EXACT_OPTIONS, CompiledStages
 from compiled_sampler.lowering.inductor.patches import whole_casts
-from compiled_sampler.lowering.inductor.triton_kernels import ahead, prompt, rewritten, streamed
+from compiled_sampler.lowering.inductor.triton_kernels import ahead, prompt, streamed
 from compiled_sampler.lowering.tuning import tuning_of
 from compiled_sampler.passes.maxima import BlockMaxima
 from compiled_sampler.passes.race import first_from_blocks, race_maxima
@@ -26,12 +23,12 @@ WHOLE = [(torch.float32, torch.int32), (torch.float64, torch.int64)]
 NARROW = [(torch.bfloat16, torch.int16), (torch.float16, torch.int16)]
 
 
-def sign_flipped(x: Tensor, integer: torch.dtype) -> tuple[Tensor, Tensor]:
+def sign_flipped(x, integer):
     flipped = x.view(integer) ^ torch.iinfo(integer).min
     return flipped, flipped.view(x.dtype)
 
 
-def compiled(x: Tensor, integer: torch.dtype, width: int) -> tuple[tuple[Tensor, Tensor], str]:
+def compiled(x, integer, width):
     """``sign_flipped`` through Inductor with vectors of so many bits, and its code."""
     torch._dynamo.reset()
     options = {"cpp.simdlen": width, "fx_graph_cache": False}
@@ -39,7 +36,7 @@ def compiled(x: Tensor, integer: torch.dtype, width: int) -> tuple[tuple[Tensor,
     return made, "".join(codes)
 
 
-def any_bits(dtype: torch.dtype, integer: torch.dtype) -> Tensor:
+def any_bits(dtype, integer):
     """Floats of random bits, NaNs of every kind among them; of a length that no vector divides."""
     drawn = torch.randint(-(2**63), 2**63 - 1, (1237,), generator=torch.Generator().manual_seed(0))
     return drawn.to(integer).view(dtype)
@@ -62,15 +59,6 @@ def test_inductor_left_alone_casts_lane_by_lane(width):
     assert LANE_BY_LANE in compiled(any_bits(dtype, integer), integer, width)[1]
 
 
-def test_inductor_casts_as_usual_again_afterwards():
-    usual = vars(CppVecOverrides)["to_dtype_bitcast"]
-    with whole_casts():
-        assert vars(CppVecOverrides)["to_dtype_bitcast"] is not usual
-    with pytest.raises(ZeroDivisionError), whole_casts():
-        raise ZeroDivisionError
-    assert vars(CppVecOverrides)["to_dtype_bitcast"] is usual
-
-
 @pytest.mark.skipif(not WIDTHS, reason="Inductor knows no vectors of this machine")
 def test_a_race_casts_no_vector_lane_by_lane():
     rows = gather_rows(rows_of_one_request(8, 2048), stream=0)
@@ -85,32 +73,28 @@ WAIT, LAUNCH = "    tl.extra.cuda.gdc_wait()", "    tl.extra.cuda.gdc_launch_dep
 
 def test_loads_from_the_pointers_alone_are_marked():
     source = (
-        "    a = tl.load(in_ptr0 + (x0 + 64*((x1 // 2))), tmp2 & (x1 < 3), other=float('-inf')).to(tl.float32)\n"
+        "    a = tl.load(in_ptr0 + (x0 + 64*((x1 // 2))), tmp2 & (x1 < 3), other=float('-inf'){}).to(tl.float32)\n"
         "    b = tl.load(in_ptr1 + (x0), None)\n"
-        "    c = tl.load(in_ptr0 + (x0), None, eviction_policy='evict_last')\n"
-        "    d = tl.load(in_ptr0 + (x0), None)"
+        "    c = tl.load(in_ptr0 + (x0), None{})\n"
+        "    d = tl.load(in_ptr0 + (x0), None{})"
     )
-    expected = (
-        "    a = tl.load(in_ptr0 + (x0 + 64*((x1 // 2))), tmp2 & (x1 < 3), other=float('-inf'),"
-        " eviction_policy='evict_first').to(tl.float32)\n"
-        "    b = tl.load(in_ptr1 + (x0), None)\n"
-        "    c = tl.load(in_ptr0 + (x0), None, eviction_policy='evict_first')\n"
-        "    d = tl.load(in_ptr0 + (x0), None, eviction_policy='evict_first')"
-    )
-    assert streamed(source, ["in_ptr0"]) == expected
-    assert streamed(source, []) == source
-
-
-def test_the_next_kernel_starts_after_the_wait_and_not_before():
-    lines = [WAIT, "    a = tl.load(in_ptr0)", LAUNCH, "    tl.store(out_ptr0, a)"]
-    assert prompt("\n".join(lines)).splitlines() == [WAIT, LAUNCH, lines[1], lines[3]]
+    plain, first = source.format("", ", eviction_policy='evict_last'", ""), ", eviction_policy='evict_first'"
+    assert streamed(plain, ["in_ptr0"]) == source.format(first, first, first)
+    assert streamed(plain, []) == plain
 
 
 @pytest.mark.parametrize(
-    "lines", [["    a = 1"], [WAIT, "    a = 1"], [LAUNCH]], ids=["neither", "no launch", "no wait"]
+    ("lines", "order"),
+    [
+        ([WAIT, "    a = tl.load(in_ptr0)", LAUNCH, "    tl.store(out_ptr0, a)"], [0, 2, 1, 3]),
+        (["    a = 1"], [0]),
+        ([WAIT, "    a = 1"], [0, 1]),
+        ([LAUNCH], [0]),
+    ],
+    ids=["both", "neither", "no launch", "no wait"],
 )
-def test_a_kernel_without_both_stays_as_it_is(lines):
-    assert prompt("\n".join(lines)) == "\n".join(lines)
+def test_the_next_kernel_starts_after_the_wait_and_one_without_both_stays_as_it_is(lines, order):
+    assert prompt("\n".join(lines)).splitlines() == [lines[line] for line in order]
 
 
 def test_what_rows_need_is_read_before_the_wait_and_nothing_else():
@@ -141,7 +125,7 @@ def test_what_rows_need_is_read_before_the_wait_and_nothing_else():
     assert ahead("\n".join(body), ["in_ptr1"]) == "\n".join(body)  # a kernel that waits for none
 
 
-def code_of_first_from_blocks(rows: int, vocab_size: int) -> str:
+def code_of_first_from_blocks(rows, vocab_size):
     blocks = BlockMaxima(*(torch.zeros(rows, vocab_size // 50, dtype=torch.int32) for _ in range(3)))
     given = torch.randn(rows, vocab_size), blocks, rows_of_one_request(rows, vocab_size)
     return gpu_code(first_from_blocks, *given, vocab_size=vocab_size, block=50)
@@ -159,15 +143,6 @@ def test_generated_code_of_a_row_too_long_for_registers_is_valid_and_waits_first
     assert "for r0_offset" in code
     for kernel in re.findall(r"^def triton_.*?(?=^\'\'\')", code, re.MULTILINE | re.DOTALL):
         assert re.findall(r"gdc_wait|tl\.load", kernel)[0] == "gdc_wait"
-
-
-def test_inductor_makes_its_own_kernels_again_afterwards():
-    usual = TritonScheduling.kernel_type
-    with pytest.raises(ZeroDivisionError), rewritten(streams=True, prompts=False, looks_ahead=False):
-        raise ZeroDivisionError
-    assert TritonScheduling.kernel_type is usual
-    with rewritten(streams=True, prompts=False, looks_ahead=False):
-        assert TritonScheduling.kernel_type is not usual
 
 
 def test_generated_code_marks_every_load_of_logits_and_no_other():
