@@ -347,24 +347,25 @@ class LateCaptures:
 
     def __init__(self, cache: GraphCache, is_ready: Callable[[], bool], logger: logging.Logger) -> None:
         self._cache, self._is_ready, self._logger = cache, is_ready, logger
-        self._failures: Counter[tuple[str, int]] = Counter()  # by callable and rows
+        self._failures: Counter[tuple[str, int | None]] = Counter()  # by callable and the rows of its variant
 
     def capture(self, name: str, tensors: Mapping[str, Given], rows: int, out: Results | None = None) -> bool | None:
         """Whether the variant of a batch is held now; None if a later batch shall ask again.
 
-        Arguments and errors as for ``GraphCache.capture_for``; ``rows`` tells apart what may fail for its own reasons.
+        Arguments and errors as for ``GraphCache.capture_for``.
         """
-        if self._failures[name, rows] >= _MOST_FAILURES:
+        variant = name, self._cache.ladder.bucket_for(rows)
+        if self._failures[variant] >= _MOST_FAILURES:
             return False
         if not self._is_ready():
             return None
         try:
-            return self._cache.capture_for(name, tensors, out=out)
+            return self._cache.capture_for(name, tensors, rows=rows, out=out)
         except CaptureError as error:
             if not self._is_ready():  # it has asked for something that nobody had asked for before
                 return None
-            self._failures[name, rows] += 1  # the reason may pass: memory, code that came meanwhile
-            if self._failures[name, rows] < _MOST_FAILURES:
+            self._failures[variant] += 1  # the reason may pass: memory, code that came meanwhile
+            if self._failures[variant] < _MOST_FAILURES:
                 return None
             self._logger.warning("%s runs without a graph: %s", name, error)
             return False

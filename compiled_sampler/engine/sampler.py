@@ -577,8 +577,8 @@ class Sampler(RequestHolder):
             modes: names of the modes to prepare, None for all, () for what calls have asked for alone. A batch of
                 another mode is served by a captured variant of a mode that covers it, if there is one.
             wait: False asks the background for the stages and returns. When all are there, the first batch of each
-                kind captures its variant, some 20 ms once; with a draft cache none does, before a ``warmup`` that
-                waits. ``statistics().lowering`` says which stages are still queued.
+                kind captures its variant, some 20 ms once; with a draft cache or a shard none does, before a
+                ``warmup`` that waits. ``statistics().lowering`` says which stages are still queued.
 
         Raises:
             TypeError, ValueError: ``progress`` that cannot be called; a name that is no mode.

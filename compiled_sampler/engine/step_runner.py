@@ -126,7 +126,8 @@ class StepRunner:
             return {**plan.inputs(step.reads_counts, on_host), **of_call}
 
         into, given = out if out is None or step.logprobs is None else flat(out), inputs(plan, tensors, True)
-        may_come = self._late is not None and self._late.capture(step.name, given, len(plan.slots), into) is None
+        late = self._late
+        may_come = late is not None and late.capture(step.name, given, len(plan.slots), into) is None
         route, rows = self._cache.route(step.name, given, out=into, is_exact=is_exact)
         on_host, replay = route.key is not None, route.run
         self._staged.steps_are_replays = on_host
@@ -215,7 +216,9 @@ class StepRunner:
             self._compile(stages, steps, progress, waits=waits)
             if stages.lacks_kernels:
                 return  # the warning of their stages said so
-            if self._late is not None or (not waits and self._drafts is None):  # a capture forgets what handles name
+            # A capture forgets what handles of drafts name, and runs collectives: each rank would capture in its time.
+            may_come_late = self.backend == "graph" and not waits and self._drafts is None and self._shard is None
+            if self._late is not None or may_come_late:
                 self._late = LateCaptures(self._cache, lambda: stages.are_settled, _logger)
         if self.backend == "graph" and waits:
             self._cache.warmup([step.name for step in steps], progress=progress)

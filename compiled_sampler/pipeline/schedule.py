@@ -234,6 +234,10 @@ class StepRun(Run):
         """As the other run."""
         return self._run.overlap(device, first, second)
 
+    def steady_rows(self, rows: Tensor) -> Tensor:
+        """As the other run."""
+        return self._run.steady_rows(rows)
+
 
 def is_gpu(device: torch.device) -> bool:
     """Whether kernels for the device are Triton's rather than C++: the only test of a device in the pipeline."""

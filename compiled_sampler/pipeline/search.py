@@ -69,7 +69,7 @@ def _level(run: StepRun, stage: Any, /, *tensors: AnyLogits, **static: int) -> T
     # kernels elsewhere.
     capacity = run.mode.capacity
     fused = _FUSED.get(stage) if run.schedule.fuses_levels else None
-    if fused is not None and static.get("size", static["ratio"]) <= FAN_OUT:  # in the first level a ratio alone
+    if fused is not None and (static.get("size") or static["ratio"]) <= FAN_OUT:  # in the first level a ratio alone
         return run(fused, *tensors, **static, count=capacity)
     packed = run(stage, *tensors, **static)
     return _largest(run, packed, min(capacity, packed.shape[1]))

@@ -2,12 +2,13 @@
 
 import contextlib
 import gc
+import logging
 from unittest import mock
 
 import pytest
 import torch
 
-from graph_cache import CaptureError, VariantKey, buffers
+from graph_cache import CaptureError, LateCaptures, VariantKey, buffers
 from graph_cache.capture import uncollected
 from tests.graph_cache.recorded import SPECS, RecordingBackend, Scores, Spied, batch, cache_of, expected, same_bits
 
@@ -61,6 +62,16 @@ def test_what_the_caller_wrote_into_a_lent_buffer_outlasts_a_capture(backend, fa
     with pytest.raises(CaptureError) if failures else contextlib.nullcontext():
         assert cache.capture_for("score", tensors)
     assert same_bits(cache.run("score", tensors), wanted)
+
+
+def test_a_variant_that_cannot_be_captured_later_is_given_up_for_all_batches_that_it_would_serve(backend, caplog):
+    cache = cache_of(Spied(), backend)
+    late = LateCaptures(cache, lambda: True, logging.getLogger("late"))
+    backend.failures = [RuntimeError("planted") for _ in range(9)]
+    assert [late.capture("score", batch(rows), rows) for rows in (3, 4, 3, 4)] == [None, False, False, False]
+    assert (len(backend.failures), caplog.text.count("score runs without a graph")) == (7, 1)
+    backend.failures.clear()
+    assert late.capture("score", batch(1), 1)
 
 
 def test_variants_and_callables_with_results_of_one_layout_share_buffers_of_the_largest_bucket():

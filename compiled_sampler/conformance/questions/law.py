@@ -132,7 +132,8 @@ def greedy_ties(bench: Bench) -> Iterator[Count]:
         x[::2] = x[::2].clamp(max=0.0)  # zeros of both signs, which are equal; the largest of other rows are few
         batch = Batch(x.to(dtype), params, bench.new_seeds(TIED_ROWS), places)
         tokens, is_largest = bench.sample(*batch), x == x.amax(-1, keepdim=True)
-        first, is_declared = is_largest.int().argmax(-1), is_largest.gather(1, tokens[:, None])[:, 0]
+        first = is_largest.int().argmax(-1)
+        is_declared = (is_largest & (torch.arange(columns) == tokens[:, None])).any(-1)  # tokens may be out of range
         if bench.semantics.greedy_ties == "lowest_id":
             is_declared = tokens == first
         yield counted(f"V = {columns}, {dtype}", ~is_declared, first_row(batch, tokens, first, ~is_declared))

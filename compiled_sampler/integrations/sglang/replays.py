@@ -77,7 +77,7 @@ class ReplayedDraws:
             inputs = {name: ROWS.get(name, self._logits) for name in tensors}
             self._cache.register(mode, functools.partial(self._draw, mode), inputs)
             self._modes.add(mode)
-        if self._late.capture(mode, tensors, bucket):
+        if self._late.capture(mode, tensors, len(logits)):
             self._captured.add((mode, bucket))
         return drawn.token_ids
 

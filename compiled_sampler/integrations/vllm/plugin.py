@@ -61,7 +61,6 @@ class _Installed:
         for runner in self.runners:
             delattr(runner, _STATE)
         self.runners.clear()
-        self.processors.clear()
 
 
 _INSTALLED = _Installed()

@@ -8,8 +8,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_sampler.conformance import QUICK, Bench, Effort, Outcome, Semantics, ask, chosen, ours, peers
+from compiled_sampler.conformance.bench import NotAsked
 from compiled_sampler.conformance.evidence import FALSE_ALARM
 from compiled_sampler.conformance.ours import Graph
+from compiled_sampler.conformance.question import Count, judged
 from compiled_sampler.conformance.questions import cost, law
 from compiled_sampler.conformance.suite import QUESTIONS
 from tests.compiled_sampler.conformance.adapters import broken_adapters
@@ -81,6 +83,23 @@ def test_a_sampler_that_declares_no_order_of_greedy_ties_may_take_any():
     for question in chosen(["robustness.infinity", "law.greedy_ties"]):
         result = ask(bench, question)
         assert result.outcome is Outcome.PASSED, result
+
+
+def test_tokens_out_of_range_are_wrong_rows_of_greedy_ties():
+    target = broken_adapters.other("Outside", sample=lambda self, logits, *_: torch.full((len(logits),), -1))
+    result = ask(bench_of(target), *chosen(["law.greedy_ties"]))
+    assert result.outcome is Outcome.FAILED
+    assert "rows are wrong" in result.detail
+
+
+def test_a_mismatch_outweighs_what_is_not_asked_after_it():
+    def counts(mismatches):
+        yield Count("way", 10, mismatches)
+        raise NotAsked("too narrow")
+
+    assert not judged(counts(1), "rows").is_kept
+    with pytest.raises(NotAsked):
+        judged(counts(0), "rows")
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,14 @@ def test_a_capture_that_always_fails_is_given_up_until_the_next_warmup(late, cap
     assert late.captures_after(2) == 1
 
 
+def test_ranks_of_a_shard_capture_nothing_late(late, monkeypatch):
+    """Each was settled in its own time, so the collectives of one rank's capture met the next step's of another."""
+    monkeypatch.setattr(late.sampler._runner, "_late", None)
+    monkeypatch.setattr(late.sampler._runner, "_shard", object())
+    late.sampler.warmup(modes=["greedy"], wait=False)
+    assert late.captures_after(3) == 0
+
+
 def test_a_call_that_ran_before_the_warmup_is_captured_after_it(late):
     late.sampler._runner._late = None
     assert late.captures_after(2) == 0

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compiled_sampler import Sampler, SamplingParams
 from compiled_sampler.functional import warmup
+from graph_cache import LateCaptures
 from tests.engines.sglang_engine import KINDS, LAWS, batch_info, engine, outputs_of
 from tests.torch_states import no_waits
 
@@ -147,10 +148,10 @@ def on_the_gpu(info):
 @pytest.mark.parametrize("is_replayed", [False, True])
 @pytest.mark.parametrize("name", BATCHES)
 def test_the_tokens_are_those_of_the_cpu_and_a_step_waits_for_nothing(name, is_replayed, monkeypatch):
-    from compiled_sampler.integrations.sglang.drawing import CompiledSampler, ReplayedDraws
+    from compiled_sampler.integrations.sglang.drawing import CompiledSampler
 
     if not is_replayed:
-        monkeypatch.setattr(ReplayedDraws, "_capture", lambda *_: None)
+        monkeypatch.setattr(LateCaptures, "capture", lambda *_: None)
     laws = BATCHES[name]
     rows, info = len(laws), batch_info(laws, list(range(len(laws))))
     there, positions = on_the_gpu(info), torch.arange(rows) * 7
