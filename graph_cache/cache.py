@@ -333,7 +333,7 @@ class GraphCache:
         return self._backend is not None and self._backend.capturing()
 
 
-_MOST_FAILURES = 2  # of captures for batches of one size
+_MOST_FAILURES = 2  # of captures of one variant
 
 
 class LateCaptures:

@@ -216,13 +216,15 @@ class StepRunner:
             self._compile(stages, steps, progress, waits=waits)
             if stages.lacks_kernels:
                 return  # the warning of their stages said so
-            # A capture forgets what handles of drafts name, and runs collectives: each rank would capture in its time.
-            may_come_late = self.backend == "graph" and not waits and self._drafts is None and self._shard is None
-            if self._late is not None or may_come_late:
-                self._late = LateCaptures(self._cache, lambda: stages.are_settled, _logger)
-        if self.backend == "graph" and waits:
+        if self.backend != "graph":
+            return
+        # A capture forgets what handles of drafts name, and runs collectives: each rank would capture in its time.
+        may_come_late = not waits and self._drafts is None and self._shard is None
+        if stages is not None and (may_come_late or self._late is not None):
+            self._late = LateCaptures(self._cache, lambda: stages.are_settled, _logger)
+        if waits:
             self._cache.warmup([step.name for step in steps], progress=progress)
-        elif self.backend == "graph":
+        else:
             self._cache.forget_routes()  # of calls that ran without a graph so far
 
     def _compile(
